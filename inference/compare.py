@@ -25,17 +25,17 @@ from inference.evaluation.report.document import terminal_text
 from inference.evaluation.report.files import REPORT_JSON, read_run, verdicts_junit
 from inference.evaluation.task import Metric
 
-# Bounds of an upgrade for each metric by its unit, unless its gate names bounds.
+# Unit of a metric -> bound of an upgrade whose gate names none.
 DEFAULT_BOUNDS = {
     "fraction": "no {word} of more than 1 point at 95 %",
     "perplexity": "no {word} of more than 1 % at 95 %",
 }
-_STATUSES = (EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED, EXIT_INSUFFICIENT)  # the worst first
-_IN_TERMINAL, _MOST_TEXT = 14, 32  # changed samples, and characters of their texts
+_STATUSES = (EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED, EXIT_INSUFFICIENT)  # worst first
+_MAX_CHANGED, _MAX_TEXT = 14, 32  # changed samples in a terminal, and characters of their texts
 
 
 def default_bounds(first: Report) -> dict[str, Bound]:
-    """Return a bound for each figure of a report that has samples to be paired by."""
+    """Return a bound for each metric of a report whose samples can be paired."""
     bounds = {}
     for metric in first.metrics:
         if metric.scale and (sentence := DEFAULT_BOUNDS.get(metric.unit)):
@@ -47,11 +47,16 @@ def default_bounds(first: Report) -> dict[str, Bound]:
 
 
 def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> tuple[str, int]:
-    """Judge the runs after the first against it, and write upgrade.html, .md, .json and junit.xml.
+    """Compare the later runs with the first, and write upgrade.html, .md, .json and junit.xml.
 
-    A run without a report is the reason why it has none. Returns the text for a terminal and the
-    exit status: 3 if a bound is breached in a run, 4 if a run has no figures to compare, 5 if the
-    samples do not show that all bounds hold, else 0.
+    Args:
+        runs: by name; a string is the reason why a run has no report.
+        bounds: by metric; empty for the default bounds.
+        output_dir: for the files; created if missing.
+
+    Returns:
+        The text for a terminal, and the exit status: 3 if a run breaches a bound, 4 if a run has no
+        figures to compare, 5 if the samples do not show that all bounds hold, else 0.
 
     Raises:
         ValueError: the first run has no report, or a bound cannot be applied to it.
@@ -60,27 +65,27 @@ def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> t
     if not others:
         raise ValueError(f"there is no run to compare with {name}")
     if isinstance(first, str):
-        raise ValueError(f"{name}, which the others are compared with, has no report: {first}")
+        raise ValueError(f"the first run, {name}, has no report: {first}")
     bounds = dict(bounds) or default_bounds(first[0])
     if problems := _problems(bounds, first[0]):
         raise ValueError("\n".join(problems))
     found = {other: _compared(first, run, other, bounds) for other, run in others}
-    failed = {other: each for other, each in found.items() if isinstance(each, str)}
-    compared = [each for each in found.values() if isinstance(each, ComparedRun)]
+    failed = {other: reason for other, reason in found.items() if isinstance(reason, str)}
+    compared = [run for run in found.values() if isinstance(run, ComparedRun)]
     gates = apply_gates([run.measured for run in compared], bounds)
     compared = [replace(run, gate=gate) for run, gate in zip(compared, gates, strict=True)]
     unjudged = [metric.name for metric in first[0].metrics if metric.name not in bounds]
-    shown = SideBySide(name, first[0], compared, failed, unjudged)
-    page = shown.page()
+    comparison = SideBySide(name, first[0], compared, failed, unjudged)
+    page = comparison.page()
     statuses = {run.gate.exit_code for run in compared} | {EXIT_NOT_EVALUATED for _ in failed}
-    status = next((each for each in _STATUSES if each in statuses), EXIT_PASS)
+    status = next((code for code in _STATUSES if code in statuses), EXIT_PASS)
     record = {
         "schema_version": 1,
         "first": name,
         "runs": {run.name: {"run_id": run.report.run_id, **asdict(run.gate)} for run in compared},
         "failed": failed,
         "unjudged": unjudged,
-        "bounds": {each: asdict(bound) for each, bound in bounds.items()},
+        "bounds": {metric: asdict(bound) for metric, bound in bounds.items()},
         "exit_status": status,
     }
     suites = {run.name: run.gate.verdicts for run in compared}
@@ -92,27 +97,27 @@ def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> t
         "upgrade.json": json.dumps(record, indent=1) + "\n",
     }.items():
         replace_file(output_dir / file, text)
-    return _for_terminal(shown), status
+    return _for_terminal(comparison), status
 
 
-def _for_terminal(found: SideBySide) -> str:
-    return terminal_text(found.text(most=_IN_TERMINAL, longest=_MOST_TEXT))
+def _for_terminal(comparison: SideBySide) -> str:
+    return terminal_text(comparison.text(most=_MAX_CHANGED, longest=_MAX_TEXT))
 
 
 def _compared(first: Run, run: Run | str, name: str, bounds: Bounds) -> ComparedRun | str:
-    """Return a run next to the first, or why the bounds cannot be applied to it."""
+    """Return a run's comparison with the first, or the reason why its bounds cannot be applied."""
     if isinstance(run, str):
         return run
-    if problems := _not_numbers(run[0], bounds):
+    if problems := _not_finite(run[0], bounds):
         return "; ".join(problems)
-    ways = {metric.name: metric.method for metric in run[0].metrics}
+    methods = {metric.name: metric.method for metric in run[0].metrics}
     for metric in first[0].metrics:
-        if metric.name in bounds and metric.name not in ways:
+        if metric.name in bounds and metric.name not in methods:
             return f"it did not measure {metric.name}"
-        if metric.name in bounds and metric.method != ways[metric.name]:
+        if metric.name in bounds and metric.method != methods[metric.name]:
             return (
                 f"{metric.name} was measured in another way: first, {metric.method}; here, "
-                f"{ways[metric.name]}"
+                f"{methods[metric.name]}"
             )
     found = compare_runs(first, run, name=name)
     if found.is_paired:
@@ -121,55 +126,55 @@ def _compared(first: Run, run: Run | str, name: str, bounds: Bounds) -> Compared
 
 
 def _problems(bounds: Bounds, first: Report) -> list[str]:
-    """Return the bounds that cannot be applied to samples of the first run."""
+    """Return the reasons why bounds cannot be applied to the samples of the first run."""
     metrics = {metric.name: metric for metric in first.metrics}
     if not bounds:
         return [
-            "the first run has no figure that can be compared by samples and get worse; give a "
+            "the first run has no metric that can be compared by samples and get worse; give a "
             "bound such as upgrade.gate.<metric>='no change of more than 1 point'."
         ]
     problems = check_bounds(bounds, known=[*metrics])
-    problems += _not_numbers(first, bounds)
+    problems += _not_finite(first, bounds)
     for name in bounds.keys() & metrics.keys():
-        problems += [f"{name}={each}" for each in _unsuited(bounds[name], metrics[name])]
+        problems += [f"{name}={problem}" for problem in _unsuited(bounds[name], metrics[name])]
     return problems
 
 
 def _unsuited(bound: Bound, metric: Metric) -> list[str]:
     return unsuited(bound, metric) or [
-        f"{each.text}: the first run's {metric.name} is {metric.value:g}, from where no "
-        f"{each.word} can exceed that."
-        for each in sentences_of(bound)
-        if each.is_idle(metric)
+        f"{sentence.text}: the first run's {metric.name} is {metric.value:g}, so no "
+        f"{sentence.word} can be that large."
+        for sentence in sentences_of(bound)
+        if sentence.is_idle(metric)
     ]
 
 
-def _not_numbers(report: Report, bounds: Bounds) -> list[str]:
+def _not_finite(report: Report, bounds: Bounds) -> list[str]:
     return [
-        f"{each.name} is not a finite number"
-        for each in report.metrics
-        if each.name in bounds and not math.isfinite(each.value)
+        f"{metric.name} is not a finite number"
+        for metric in report.metrics
+        if metric.name in bounds and not math.isfinite(metric.value)
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the differences of runs, write a page of them with --output; return the status."""
+    """Compare runs, print the differences and return the exit status."""
     parser = command_parser(
         "compare",
         "Compare evaluations with the first one.",
-        "exit status: with --gate that of the gate, 0, 3, 4 or 5; 2 for runs or options that are "
-        "none; else 0.",
+        "exit status: with --gate that of the gate, 0, 3, 4 or 5; 2 for wrong runs or options; "
+        "else 0.",
         package="inference",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="a report.json, or its folder")
     add("--output", type=Path, help="also write the comparison as an HTML page")
     add("--gate", metavar="FOLDER", type=Path,
-        help="judge the runs after the first, and write upgrade.html, .md, .json and junit.xml "
-        "there")  # fmt: skip
+        help="apply bounds to the runs after the first, and write upgrade.html, .md, .json and "
+        "junit.xml there")  # fmt: skip
     add("--bound", metavar="METRIC=SENTENCE", action="append", default=[],
-        help="what --gate asks, such as 'boolq_accuracy=no drop of more than 1 point at 95 %%'; "
-        "without one, 1 point of each share and 1 %% of each perplexity")  # fmt: skip
+        help="a bound of --gate, such as 'boolq_accuracy=no drop of more than 1 point at 95 %%' "
+        "(default: 1 point of each share and 1 %% of each perplexity)")  # fmt: skip
 
     def handler(options: argparse.Namespace) -> int:
         try:
@@ -183,34 +188,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> tuple[str, int]:
-    """Return what the command prints, and its status. Raises ValueError."""
+    """Return the output of the command and its status.
+
+    Raises:
+        ValueError: options exclude each other, or runs cannot be compared.
+    """
     if options.gate is None and options.bound:
-        raise ValueError("--bound is for --gate: name its folder, too.")
+        raise ValueError("--bound needs --gate FOLDER.")
     if options.gate is not None and options.output is not None:
         raise ValueError("--gate writes a page into its folder: leave --output out.")
     runs = _read(options.runs)
     if options.gate is not None:
-        bounds, problems = parse_bounds(dict(each.partition("=")[::2] for each in options.bound))
+        bounds, problems = parse_bounds(dict(text.partition("=")[::2] for text in options.bound))
         if problems:
             raise ValueError("\n".join(problems))
         return decide(runs, bounds, options.gate)
     first, *others = runs.values()
-    shown = SideBySide(first[0].run_id, first[0], [compare_runs(first, each) for each in others])
-    text = _for_terminal(shown)
+    compared = [compare_runs(first, run) for run in others]
+    comparison = SideBySide(first[0].run_id, first[0], compared)
+    text = _for_terminal(comparison)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(options.output, shown.page().html())
+        replace_file(options.output, comparison.page().html())
         text += f"\n\npage: {options.output}"
     return text, EXIT_PASS
 
 
 def _read(runs: Sequence[Path]) -> dict[str, Run]:
-    """Return reports, named by their folders, or by their ids where folders have one name.
+    """Read reports by the names of their folders, or by their run ids if two folders share one.
 
     Raises:
-        ValueError: there are not two, or one is not there or damaged.
+        ValueError: there are fewer than two, or one is missing or damaged.
     """
-    paths = [(each / REPORT_JSON if each.is_dir() else each).absolute() for each in runs]
+    paths = [(run / REPORT_JSON if run.is_dir() else run).absolute() for run in runs]
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(f"there is no report at {missing[0]}; name a report.json's folder.")
     found = {path: read_run(path) for path in paths}
@@ -218,7 +228,7 @@ def _read(runs: Sequence[Path]) -> dict[str, Run]:
     if len(named) < len(found):
         named = {run[0].run_id: run for run in found.values()}
     if len(named) < 2:
-        raise ValueError("name at least two runs, which are not the same.")
+        raise ValueError("name at least two different runs.")
     return named
 
 

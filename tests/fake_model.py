@@ -58,7 +58,8 @@ class FakeModel:
         return self.ids([word[at : at + 3] for word in words for at in range(0, len(word), 3)])
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = {number: piece for piece, number in self._ids.items()}
+        with self._lock:
+            pieces = {number: piece for piece, number in self._ids.items()}
         return "".join(pieces[each] for each in ids)
 
     def decode_answer(self, ids: Sequence[int]) -> str:

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from export_scripts.conversion.request import ConversionRequest
 from foundations.values import INT32, TOKENS, Within, option
-from inference.evaluation.options import OPENAI, AskingOptions
+from inference.evaluation.options import OPENAI, EndpointOptions
 
 
 @dataclass(frozen=True)
-class CertifySection(AskingOptions):
+class CertifySection(EndpointOptions):
     """`certify`: the comparison of a folder with its source (conf/certify/<name>.yaml)."""
 
     source: str | None = option(

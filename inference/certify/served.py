@@ -145,13 +145,13 @@ def _served_log_probs(
     """
     prompts = [list(row.ids) for row in rows]
     scored_prompt = {"echo": True, "logprobs": 1}
-    one = {**client.asking(model, prompts[:1], 1), **scored_prompt}
-    return_ids = client.accepted(one, {"return_token_ids": True})
+    one = {**client.greedy_request(model, prompts[:1], 1), **scored_prompt}
+    return_ids = client.accepted_parameters(one, {"return_token_ids": True})
     found = []
     for first in range(0, len(rows), size):
         batch = prompts[first : first + size]
-        body = {**client.asking(model, batch, 1), **scored_prompt, **return_ids}
-        for ids, choice in zip(batch, client.patient(body)["choices"], strict=True):
+        body = {**client.greedy_request(model, batch, 1), **scored_prompt, **return_ids}
+        for ids, choice in zip(batch, client.complete_with_retries(body)["choices"], strict=True):
             if (read := choice.get("prompt_token_ids") or ids) != ids:
                 raise EvaluationError(
                     f"{client.url} was sent token ids {ids[:8]}... and has read {read[:8]}..."

@@ -268,7 +268,7 @@ def _units(pair: Pair) -> Iterator[_Unit | TensorRecord]:
     expected = {written.key for written in pair.tensors}
     for key in missing:
         if key not in expected:
-            yield TensorRecord(key, "missing", reason="its own configuration asks for it")
+            yield TensorRecord(key, "missing", reason="its own configuration requires it")
     for key in stored:
         if key not in expected:
             yield _unexpected(pair, key)

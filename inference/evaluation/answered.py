@@ -1,8 +1,8 @@
-"""The answers that an evaluation got before it ended, from which the next one goes on.
+"""The answers of an interrupted evaluation, with which the next one resumes.
 
-<output_dir>/<task>.answered.jsonl: a line with what was asked, then a request and its reply a line,
-each written as it came: a sample's index and its Prediction, or of a task that words its own
-requests a hash and the server's words. The file is gone once the report is there.
+<output_dir>/<task>.answered.jsonl starts with the identity of the questions. Each further line is a
+request and its reply, written on arrival: a sample's index and its Prediction, or for a task that
+sends its own requests, the request's hash and the server's reply. The report replaces the file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from inference.evaluation.task import Dataset, Prediction, Sample, Task, sample_
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".answered.jsonl"
-# The same address may serve another model today. Answers of few words agree by chance.
+# Number of stored replies that are requested again, because the address may serve another model by
+# now. Short answers agree by chance, so one is not enough.
 SAMPLES_AGAIN, REQUESTS_AGAIN = 16, 4
-_NEARLY = 1e-3  # as far as the load moves a log probability
-# Options that no answer depends on; the address of the pipeline's own server is new each time.
-_NOT_ASKED = (
+_LOAD_TOLERANCE = 1e-3  # the server's load moves a log probability so far, in nats
+# Options that do not affect an answer; the address of the pipeline's own server changes each time.
+_WITHOUT_EFFECT = (
     "name", "time_limit", "ca", "token_file", "output_dir", "concurrency", "request_timeout_s",
     "retry_s", "gate", "advisory", "baseline", "baseline_path",
     "cpus_per_task", "mem_gb", "latency", "harness", "tasks", "url",
@@ -39,44 +40,52 @@ _NOT_ASKED = (
 
 
 def answer_journal(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> Journal:
-    """Return the journal of a task's answers; those to other questions are not read."""
+    """Return the journal of a task's answers; answers to other questions are discarded."""
     path = Path(task.options.output_dir) / f"{task.name}{_SUFFIX}"
-    return Journal(path, _asked(task, dataset, samples))
+    return Journal(path, _identity(task, dataset, samples))
 
 
 class Answers:
-    """Asks each request once, over all runs until one ends; equal ones, as often as they came.
+    """Sends each request that an earlier run has not answered, and journals the replies.
 
-    The first replies of an earlier run are asked for again; unless they are as before, all are.
+    Equal requests are answered as often as they occur. The first stored replies are requested again
+    as a check; if one differs, all stored replies are discarded.
 
     Attributes:
-        reused: replies of an earlier run that stood for a request.
+        reused: stored replies that replaced a request.
     """
 
     def __init__(
         self,
-        kept: Journal,
+        journal: Journal,
         compared: Sequence[str],
         *,
         again: int,
         reuse: Callable[[Table], None] = lambda _: None,
     ) -> None:
-        """`compared` are what every reply has; `reuse` is called with each that stands for one."""
-        self._kept, self._compared, self._unchecked = kept, compared, again
+        """Read the journal.
+
+        Args:
+            journal: of the task, as `answer_journal` returns it.
+            compared: fields of a reply that have to stay the same.
+            again: number of stored replies that are requested again.
+            reuse: called with each stored reply that replaces a request.
+        """
+        self._journal, self._compared, self._unchecked = journal, compared, again
         self._reuse, self._lock, self.reused = reuse, threading.Lock(), 0
         self._stored: dict[str, list[Table]] = defaultdict(list)
         try:
-            for line in kept.lines():
+            for line in journal.lines():
                 request, reply = json.loads(line)
-                self._of(reply)
+                self._compared_fields(reply)
                 self._stored[request].append(reply)
         except (ValueError, TypeError, KeyError):
             self._stored.clear()
         if not self._stored:
-            kept.forget()
+            journal.forget()
 
     def reply(self, request: str, ask: Callable[[], Table]) -> Table:
-        """Return the reply to a request. Raises what asking does."""
+        """Return the stored reply to a request, or that of `ask`, whose errors it raises."""
         with self._lock:
             if replies := self._stored.get(request):
                 before = replies.pop(0)
@@ -86,52 +95,54 @@ class Answers:
                     return before
                 self._unchecked -= 1
                 reply = ask()
-                if _alike(self._of(before), self._of(reply)):
+                if _is_close(self._compared_fields(before), self._compared_fields(reply)):
                     return reply
-                logger.warning(f"{self._kept.path} is of another model; all is asked anew")
+                logger.warning(
+                    f"{self._journal.path} is of another model; its answers are discarded"
+                )
                 self._stored.clear()
-                self._kept.forget()
-                self._kept.add([request, reply])
+                self._journal.forget()
+                self._journal.add([request, reply])
                 return reply
         reply = ask()
-        self._kept.add([request, reply])
+        self._journal.add([request, reply])
         return reply
 
-    def _of(self, reply: Table) -> list[Any]:
+    def _compared_fields(self, reply: Table) -> list[Any]:
         return [reply[name] for name in self._compared]
 
 
 def forget_answered(output_dir: Path) -> None:
-    """Remove what was kept in the folder of a report that is now there."""
+    """Remove the journals in a folder whose report was written."""
     for path in output_dir.glob(f"*{_SUFFIX}"):
         path.unlink()
 
 
-def _asked(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> str:
-    """Return a hash of all that the answers depend on, as far as a client knows it."""
+def _identity(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> str:
+    """Return a hash of everything known to a client that affects the answers."""
     weights = task.options.weights_dir
     options = asdict(task.options)
-    kept = {name: value for name, value in options.items() if name not in _NOT_ASKED}
+    effective = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
     facts = [
-        [each.name for each in fields(Prediction)],  # which differ from release to release
+        [each.name for each in fields(Prediction)],  # they differ between releases
         task.name,
         task.version,
         dataset.sha256,
         sample_ids(samples),
         None if weights is None else checkpoint_hash(weights),
-        kept,
+        effective,
     ]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
-def _alike(before: Any, after: Any) -> bool:
-    """Return whether two answers are equal, numbers in them nearly."""
+def _is_close(before: Any, after: Any) -> bool:
+    """Return whether two answers are equal, with a tolerance for floating-point numbers."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
-            _alike(value, after[name]) for name, value in before.items()
+            _is_close(value, after[name]) for name, value in before.items()
         )
     if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_alike, before, after))
+        return len(before) == len(after) and all(map(_is_close, before, after))
     if isinstance(before, float) and isinstance(after, float):
-        return math.isclose(before, after, rel_tol=_NEARLY, abs_tol=_NEARLY)
+        return math.isclose(before, after, rel_tol=_LOAD_TOLERANCE, abs_tol=_LOAD_TOLERANCE)
     return bool(before == after)

@@ -1,4 +1,4 @@
-"""Bounds as they are written: sentences about paired samples, and limits of a metric."""
+"""Parse and check bounds: sentences about paired samples, and limits of a metric."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _SENTENCE = re.compile(
 )
 CHANGE = "change"
 EXAMPLE = "no drop of more than 1 point at 95 %"
-# The change that "no change" allows unless it says how much, of a metric's unit. Equal runs move a
-# perplexity by about 1e-6 % on one machine, and by 1e-4 % between kinds of processors.
-_EQUAL = {"fraction": (0.0, "point"), "perplexity": (0.01, "%")}
-_EQUAL_ELSEWHERE = (0.01, "%")
+# Unit of a metric -> the change that "no change" allows without an amount. Between equal runs, a
+# perplexity moves by about 1e-6 % on one machine and by 1e-4 % between kinds of processors.
+_NO_CHANGE = {"fraction": (0.0, "point"), "perplexity": (0.01, "%")}
+_NO_CHANGE_OTHER = (0.01, "%")
 
 
 @dataclass(frozen=True)
 class PairedBound:
-    """A bound's sentence, taken apart.
+    """A parsed sentence of a bound.
 
     Attributes:
-        text: the sentence, without what makes it advisory.
-        word: drop, rise, or change, which is of each sample and in either direction.
-        amount: of what is allowed, in `unit`: "point", "%" of the baseline, or "", the metric's
-            own; None where the sentence names none.
-        confidence: above 0.5 and below 1; of a change, which is seen and not inferred, 1.
-        is_advisory: whether it is reported, but does not decide.
+        text: the sentence without ", advisory".
+        word: drop, rise, or change; a change counts each sample, in either direction.
+        amount: the allowed amount in `unit`: "point", "%" of the baseline, or "" for the metric's
+            own; None if the sentence states none.
+        confidence: above 0.5 and below 1; 1 for a change, which is observed and not inferred.
+        is_advisory: whether it is reported without affecting the exit status.
     """
 
     text: str
@@ -48,7 +48,11 @@ class PairedBound:
 
     @classmethod
     def parse(cls, sentence: str) -> PairedBound:
-        """Return what a sentence says. Raises ValueError if it is none."""
+        """Parse a sentence.
+
+        Raises:
+            ValueError: it is not a bound.
+        """
         found = _SENTENCE.fullmatch(" ".join(sentence.split()))
         confidence, is_change = 0.0, found is not None and found["word"] == CHANGE
         if found is not None:
@@ -57,7 +61,7 @@ class PairedBound:
             raise ValueError(
                 f"{sentence!r} is not a bound; write 'no change', or {EXAMPLE!r} (or rise, a "
                 "number in the metric's unit, or % of the baseline; above 50 % and below 100 %), "
-                "with ', advisory' behind it where it does not decide."
+                "and append ', advisory' if it should not decide."
             )
         amount = None if found["amount"] is None else float(found["amount"])
         unit = (found["unit"] or "").rstrip("s")
@@ -66,7 +70,7 @@ class PairedBound:
         return cls(text, found["word"], amount, unit, confidence, is_advisory)
 
     def problem(self, baseline: Metric) -> str:
-        """Return why it cannot be applied to a metric; empty where it can."""
+        """Return why it cannot be applied to a metric; empty if it can."""
         try:
             self.margin(baseline)
         except ValueError as error:
@@ -74,11 +78,11 @@ class PairedBound:
         return ""
 
     def margin(self, baseline: Metric) -> float:
-        """Return what is allowed, on the scale on which samples are averaged.
+        """Return the allowed amount, on the scale on which samples are averaged.
 
         Raises:
-            ValueError: the metric has no such unit or direction, is not a mean over samples, or the
-                baseline's figure cannot be.
+            ValueError: the metric has no such unit or direction, is not a mean over samples, or its
+                baseline's value is impossible.
         """
         if not math.isfinite(baseline.value) or (baseline.scale == "exp" and baseline.value <= 0):
             raise ValueError(f"the baseline's {baseline.name} is {baseline.value}.")
@@ -86,13 +90,15 @@ class PairedBound:
         if self.word not in (word, CHANGE):
             raise ValueError(f"{baseline.name} gets worse by a {word}; write 'no {word}'.")
         if self.word != CHANGE and not baseline.scale:
-            raise ValueError(f"{baseline.name} is made of all answers together; use 'no change'.")
+            raise ValueError(f"{baseline.name} is not a mean over samples; use 'no change'.")
         if self.unit == "point" and baseline.unit != "fraction":
             raise ValueError(f"{baseline.name} is not measured in points; write a number or %.")
         number, unit = self.amount, self.unit
         if number is None:
             is_change = self.word == CHANGE
-            number, unit = _EQUAL.get(baseline.unit, _EQUAL_ELSEWHERE) if is_change else (0.0, "")
+            number, unit = (
+                _NO_CHANGE.get(baseline.unit, _NO_CHANGE_OTHER) if is_change else (0.0, "")
+            )
         amount = number / 100 if unit else number
         if baseline.scale == "exp":
             share = amount if unit == "%" else amount / baseline.value
@@ -100,37 +106,37 @@ class PairedBound:
         return amount * abs(baseline.value) if unit == "%" else amount
 
     def is_idle(self, baseline: Metric) -> bool:
-        """Return whether it allows more than a share can lose, so that no run breaks it."""
+        """Return whether it allows more than a share can lose, so that no run can breach it."""
         room = baseline.value if baseline.higher_is_better else 1 - baseline.value
         is_share = baseline.unit == "fraction" and self.word != CHANGE
         return is_share and self.margin(baseline) >= room
 
 
 def unsuited(bound: Bound, baseline: Metric) -> list[str]:
-    """Return why sentences of a bound cannot be applied to a metric, each behind its sentence."""
-    found = {each.text: each.problem(baseline) for each in sentences_of(bound)}
-    return [f"{sentence}: {problem}" for sentence, problem in found.items() if problem]
+    """Return each sentence of a bound that cannot be applied to a metric, with the reason."""
+    problems = {sentence.text: sentence.problem(baseline) for sentence in sentences_of(bound)}
+    return [f"{text}: {problem}" for text, problem in problems.items() if problem]
 
 
 def sentences_of(bound: Bound) -> list[PairedBound]:
-    """Return the sentences of a bound, which stand with semicolons between them.
+    """Return the sentences of a bound, which are separated by semicolons.
 
     Raises:
-        ValueError: one is none.
+        ValueError: a sentence is not a bound.
     """
     sentences = map(str.strip, (bound.paired or "").split(";"))
-    return [PairedBound.parse(each) for each in sentences if each]
+    return [PairedBound.parse(sentence) for sentence in sentences if sentence]
 
 
 def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
-    """Return the bounds of `evaluate.gate` by metric, and what is wrong with the rest.
+    """Return the bounds of `evaluate.gate` by metric, and the problems of the others.
 
-    A bound is a sentence or several, or a mapping of its limits.
+    A bound is one or several sentences, or a mapping of limits.
     """
     bounds: dict[str, Bound] = {}
     problems = []
     for metric, limits in gate.items():
-        key, good = f"evaluate.gate.{metric}", {}
+        key, valid = f"evaluate.gate.{metric}", {}
         if isinstance(limits, str):
             limits = {"paired": limits}
         if not isinstance(limits, Mapping):
@@ -143,14 +149,14 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
             if problem := _limit_problem(str(name), value):
                 problems.append(f"{key}.{name}{problem}")
             else:
-                good[str(name)] = value
-        if good or not limits:
-            bounds[metric] = Bound(**good)
+                valid[str(name)] = value
+        if valid or not limits:
+            bounds[metric] = Bound(**valid)
     return bounds, problems
 
 
 def _limit_problem(name: str, value: Any) -> str:
-    """Return what is wrong with one limit; empty where nothing is."""
+    """Return the problem of one limit; empty if it is valid."""
     known = [each.name for each in fields(Bound)]
     if name not in known:
         return f": there is no such bound{did_you_mean(name, known)}; use {', '.join(known)}."
@@ -166,7 +172,7 @@ def _limit_problem(name: str, value: Any) -> str:
 
 
 def check_bounds(bounds: Bounds, *, known: Sequence[str]) -> list[str]:
-    """Return every bound that can never be applied, in the words of the configuration."""
+    """Return a problem for every bound that can never be applied, by its configuration key."""
     problems = []
     for name, bound in bounds.items():
         key = f"evaluate.gate.{name}"

@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def describe_environment() -> dict[str, str]:
-    """Return names and values worth keeping: machine, processor, Python, package versions."""
+    """Return the machine, processor, Python and package versions; unknown ones are left out."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpus = Path("/proc/cpuinfo").read_text("utf-8")
     processor = re.search(r"^model name\s*: (.*)$", cpus, re.M)
@@ -43,9 +43,9 @@ def describe_environment() -> dict[str, str]:
 
 
 def folder_sha256(*folders: Path) -> str:
-    """Return a hash of the names and the contents of all files below folders."""
+    """Return a hash of the names and contents of all files below folders."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        for path in sorted(filter(Path.is_file, folder.rglob("*"))):
             digest.update(f"{sha256_of(path)}  {path.relative_to(folder)}\n".encode())
     return digest.hexdigest()

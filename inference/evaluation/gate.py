@@ -1,7 +1,7 @@
-"""Bounds on metrics: what a release must reach, absolutely or against a stored baseline.
+"""Apply bounds to metrics: absolute limits, and limits relative to a stored baseline.
 
-Exit codes: 0 every bound holds, 3 a bound is breached, 5 none is, but the samples cannot show that
-all hold; anything else means that the evaluation itself could not be done.
+Exit codes: 0 every bound holds, 3 a bound is breached, 5 no bound is breached but the samples do
+not show that all hold; any other means that the evaluation itself failed.
 """
 
 import math
@@ -35,20 +35,20 @@ class Verdict:
     """The outcome of one bound.
 
     Attributes:
-        bound: in words, such as `min 0.13`, or its sentence.
-        status: held, breached, or insufficient: the samples show neither.
-        tier: an advisory bound does not decide the exit status.
+        bound: the limit in words, such as `min 0.13`, or the sentence.
+        status: held, breached, or insufficient if the samples show neither.
+        tier: critical, or advisory, which does not affect the exit status.
         limit: the number of an absolute bound.
         baseline: the baseline's value for a relative bound.
-        drop, low, high: how much worse than the baseline the paired samples are, and its limits,
-            each at the bound's confidence; of a perplexity, of its logarithm.
-        p_value: chance of a drop like this if the bound held; of several bounds, Holm's.
-        samples: pairs that were compared.
-        needed: samples that would decide, where they are insufficient; None where none would.
-        unseen: where they are insufficient, the share of samples that could be hurt without one of
-            them being among those compared.
-        smallest: the smallest drop that 80 % of runs would catch, as `drop` is given.
-        note: what the bound cannot show.
+        drop, low, high: how much worse than the baseline the paired samples are, and the limits of
+            that, each at the bound's confidence; for a perplexity, of its logarithm.
+        p_value: probability of such a drop if the bound held; Holm's if there are several bounds.
+        samples: number of compared pairs.
+        needed: number of samples that would decide; None if no number would, or if it is decided.
+        unseen: if insufficient, the largest share of samples that could be worse without one of
+            them being in the comparison.
+        smallest: the smallest drop that 80 % of runs would detect, on the scale of `drop`.
+        note: limitations of the verdict.
     """
 
     metric: str
@@ -72,7 +72,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The drop with its limits, or the value, and what follows from it."""
+        """The drop with its limits, or the value, and what more samples could show."""
         parts = [self._drop_text if self.drop is not None else f"{self.value:.6g}"]
         if self.status == INSUFFICIENT and self.needed is None:
             parts.append("no number of samples would decide, allow more")
@@ -94,8 +94,8 @@ class Verdict:
 
     @property
     def _drop_text(self) -> str:
-        found = (self.drop, self.low, self.high)
-        drop, low, high = (amount_text(each or 0.0, self.unit) for each in found)
+        amounts = (self.drop, self.low, self.high)
+        drop, low, high = (amount_text(amount or 0.0, self.unit) for amount in amounts)
         limits = {HELD: f"at most {high}", BREACHED: f"at least {low}"}
         word = "drop" if self.higher_is_better else "rise"
         within = limits.get(self.status, f"between {low} and {high}")
@@ -103,7 +103,7 @@ class Verdict:
 
 
 def amount_text(drop: float, unit: str) -> str:
-    """Return a drop as people read it: points of a fraction, percent of a perplexity."""
+    """Format a drop: in points for a fraction, in percent for a perplexity."""
     if unit == "fraction":
         return f"{100 * drop:.3g} points"
     return f"{100 * growth(drop):.3g} %" if unit == "perplexity" else f"{drop:.4g}"
@@ -111,28 +111,28 @@ def amount_text(drop: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class GateResult:
-    """The gate's result: one verdict a bound."""
+    """The result of a gate: one verdict for each bound."""
 
     verdicts: tuple[Verdict, ...] = ()
 
     def of(self, status: str) -> tuple[Verdict, ...]:
-        """Return the verdicts of one status."""
-        return tuple(each for each in self.verdicts if each.status == status)
+        """Return the verdicts that have a status."""
+        return tuple(verdict for verdict in self.verdicts if verdict.status == status)
 
     @property
     def deciding(self) -> tuple[Verdict, ...]:
-        """The critical verdicts for which it does not pass: breaches, or else insufficient ones."""
+        """The critical verdicts that fail the gate: breaches, or else insufficient ones."""
         critical = GateResult(tuple(each for each in self.verdicts if each.tier == CRITICAL))
         return critical.of(BREACHED) or critical.of(INSUFFICIENT)
 
     @property
     def passed(self) -> bool:
-        """Return whether every critical bound holds (also when there are none)."""
+        """Return whether every critical bound holds; true without any."""
         return not self.deciding
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that trusts this gate."""
+        """The exit code of a command with this gate."""
         if self.passed:
             return EXIT_PASS
         return EXIT_GATE_BREACHED if self.deciding[0].status == BREACHED else EXIT_INSUFFICIENT
@@ -140,19 +140,19 @@ class GateResult:
 
 @dataclass(frozen=True)
 class Measured:
-    """A metric of this run, and what it is judged by.
+    """A metric of this run, and the data to which its bounds apply.
 
     Attributes:
-        baseline, pairs: the baseline's, and the samples of both; they are there where a bound asks
-            for them (Baseline.problems and check).
-        moved: how far it depends on the server's load, which may count for or against it.
-        tier: whether its bounds decide.
+        baseline: the baseline's metric; required by a relative bound (`Baseline.problems`).
+        pairs: the samples of both; required by a sentence about a drop or rise.
+        load_effect: how far the server's load may move the metric, in either direction.
+        tier: critical or advisory.
     """
 
     metric: Metric
     baseline: Metric | None = None
     pairs: Pairs | None = None
-    moved: float = 0.0
+    load_effect: float = 0.0
     tier: str = CRITICAL
 
     def verdict(self, bound: str, status: str, **others: Any) -> Verdict:
@@ -170,7 +170,7 @@ class Measured:
 
 
 def apply_gate(measured: Iterable[Measured], bounds: Bounds) -> GateResult:
-    """Compare metrics with their bounds.
+    """Apply bounds to the metrics of a run.
 
     Raises:
         ValueError: a bound names a metric that was not measured.
@@ -179,13 +179,13 @@ def apply_gate(measured: Iterable[Measured], bounds: Bounds) -> GateResult:
 
 
 def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[GateResult]:
-    """Compare the metrics of several runs with the same bounds, all of which are tested together.
+    """Apply bounds to the metrics of several runs, with one correction for all tests (Holm).
 
     Raises:
         ValueError: a bound names a metric that a run did not measure.
     """
-    sentences = [each for bound in bounds.values() for each in sentences_of(bound)]
-    tested = len(runs) * sum(each.word != CHANGE for each in sentences)
+    sentences = [sentence for bound in bounds.values() for sentence in sentences_of(bound)]
+    tested = len(runs) * sum(sentence.word != CHANGE for sentence in sentences)
     found: list[list[Verdict]] = []
     for measured in runs:
         by_name = {each.metric.name: each for each in measured}
@@ -198,78 +198,80 @@ def apply_gates(runs: Sequence[Iterable[Measured]], bounds: Bounds) -> list[Gate
         for name, bound in bounds.items():
             found[-1] += _absolute(by_name[name], bound)
             found[-1] += (_sentence(by_name[name], each, tested) for each in sentences_of(bound))
-    p_values = [each.p_value for own in found for each in own if each.p_value is not None]
+    p_values = [each.p_value for run in found for each in run if each.p_value is not None]
     adjusted = iter(holm(p_values))
-    return [GateResult(tuple(_decided(each, adjusted) for each in own)) for own in found]
+    return [GateResult(tuple(_decided(each, adjusted) for each in run)) for run in found]
 
 
-def _absolute(own: Measured, bound: Bound) -> Iterator[Verdict]:
-    """Yield the verdicts of the absolute bounds; NaN breaches each."""
+def _absolute(measured: Measured, bound: Bound) -> Iterator[Verdict]:
+    """Yield the verdicts of the absolute limits; NaN breaches each."""
     for word, limit, sign in (("min", bound.min, 1), ("max", bound.max, -1)):
         if limit is not None:
-            status = HELD if sign * (own.metric.value - limit) >= 0 else BREACHED
-            yield own.verdict(f"{word} {limit:g}", status, limit=limit)
+            status = HELD if sign * (measured.metric.value - limit) >= 0 else BREACHED
+            yield measured.verdict(f"{word} {limit:g}", status, limit=limit)
 
 
-def _sentence(own: Measured, bound: PairedBound, tested: int) -> Verdict:
-    """Return the verdict of one sentence, of which `tested` are tested together."""
-    assert own.baseline is not None, "checked by Baseline.problems"
-    margin, before = bound.margin(own.baseline), own.baseline.value
+def _sentence(measured: Measured, bound: PairedBound, tested: int) -> Verdict:
+    """Return the verdict of a sentence, one of `tested` that are tested together."""
+    assert measured.baseline is not None, "checked by Baseline.problems"
+    margin, before = bound.margin(measured.baseline), measured.baseline.value
     if bound.is_advisory:
-        own = replace(own, tier=ADVISORY)
+        measured = replace(measured, tier=ADVISORY)
     if bound.word == CHANGE:
-        return _unchanged(own, bound, margin, before)
-    return _paired(own, bound, margin, tested, before)
+        return _unchanged(measured, bound, margin, before)
+    return _paired(measured, bound, margin, tested, before)
 
 
-def _unchanged(own: Measured, bound: PairedBound, margin: float, before: float) -> Verdict:
-    """Return whether the samples changed by no more than `margin` on average, in any direction.
+def _unchanged(measured: Measured, bound: PairedBound, margin: float, before: float) -> Verdict:
+    """Check that the samples changed by at most `margin` on average, in either direction.
 
-    Nothing is inferred: that is the most by which the metric itself can have moved.
+    This is an observation, not an inference: the metric itself cannot have moved further.
     """
-    metric, pairs = own.metric, own.pairs
+    metric, pairs = measured.metric, measured.pairs
     if pairs is None:
         change = abs(metric.value - before)
         note = f"changed by {change:.4g} from {before:.6g}, {margin:.4g} is allowed"
     else:
         sizes = abs(pairs.losses())
         change = float(sizes.mean())
-        found, allowed = (amount_text(each, metric.unit) for each in (change, margin))
+        average, allowed = (amount_text(amount, metric.unit) for amount in (change, margin))
         note = (
-            f"{sum(pairs.changed):,} of {len(sizes):,} samples changed, on average by {found} in "
+            f"{sum(pairs.changed):,} of {len(sizes):,} samples changed, on average by {average} in "
             f"either direction; {allowed} is allowed"
         )
     status = HELD if change <= margin else BREACHED
-    if status == BREACHED and change <= margin + own.moved:
+    if status == BREACHED and change <= margin + measured.load_effect:
         status = INSUFFICIENT
         note += "; the load alone moves it as far"
-    return own.verdict(bound.text, status, baseline=before, note=note)
+    return measured.verdict(bound.text, status, baseline=before, note=note)
 
 
 def _paired(
-    own: Measured, bound: PairedBound, margin: float, tested: int, before: float
+    measured: Measured, bound: PairedBound, margin: float, tested: int, before: float
 ) -> Verdict:
-    """Return what the samples show about a sentence, one of those `tested` together.
+    """Test a sentence, one of `tested` together; `_decided` turns it into a breach, if it is one.
 
-    Whether it is breached is left to Holm.
+    Raises:
+        ValueError: the samples of a run are missing.
     """
-    metric, pairs, moved, alpha = own.metric, own.pairs, own.moved, 1 - bound.confidence
+    metric, pairs, load_effect = measured.metric, measured.pairs, measured.load_effect
+    alpha = 1 - bound.confidence
     if pairs is None:
-        raise ValueError(f"{metric.name}: the samples of both runs are not there to be compared.")
+        raise ValueError(f"{metric.name}: the samples of both runs are needed, and one has none.")
     check = partial(check_drop, pairs, confidence=1 - alpha, bounded=metric.unit == "fraction")
     test = check(margin)
     p_breached, is_held = test.p_breached, test.p_held <= alpha
-    if moved:
-        p_breached = check(margin + moved).p_breached
-        is_held = moved < margin and check(margin - moved).p_held <= alpha
-    notes = [f"the load moves it by {amount_text(moved, metric.unit)}"] if moved else []
+    if load_effect:
+        p_breached = check(margin + load_effect).p_breached
+        is_held = load_effect < margin and check(margin - load_effect).p_held <= alpha
+    notes = [f"the load moves it by {amount_text(load_effect, metric.unit)}"] if load_effect else []
     better = check_drop(pairs.reversed, 0.0, confidence=1 - alpha)
-    if better.low > margin + moved:
+    if better.low > margin + load_effect:
         notes.append("better than the bound would let it be worse: check model, data and prompts")
     deviation = test.deviation
-    if pairs.is_binary:  # what changed to the worse and to the better alike
+    if pairs.is_binary:  # the changes that cancel: as many for the worse as for the better
         deviation = math.sqrt(2 * min(pairs.changed) / test.count)
-    return own.verdict(
+    return measured.verdict(
         bound.text,
         HELD if is_held else INSUFFICIENT,
         baseline=before,
@@ -281,14 +283,18 @@ def _paired(
         needed=test.needed,
         unseen=unseen_share(test.count, alpha=alpha) if test.drop < margin else None,
         smallest=smallest_drop(
-            test.count, deviation, margin + moved, alpha=alpha / tested, binary=pairs.is_binary
+            test.count,
+            deviation,
+            margin + load_effect,
+            alpha=alpha / tested,
+            binary=pairs.is_binary,
         ),
         note="; ".join(notes),
     )
 
 
 def _decided(verdict: Verdict, adjusted: Iterator[float]) -> Verdict:
-    """Return a verdict by its p-value, if it has one, which is the next of those adjusted."""
+    """Return a verdict with the next adjusted p-value, if it has one, and the status of that."""
     if verdict.p_value is not None:
         p_value, level = next(adjusted), 1 - PairedBound.parse(verdict.bound).confidence
         status = BREACHED if p_value <= level else verdict.status

@@ -1,4 +1,4 @@
-"""A client of OpenAI's protocol, from the standard library alone."""
+"""A client of OpenAI's protocol, with the standard library only."""
 
 import contextlib
 import email.utils
@@ -17,41 +17,41 @@ from urllib.parse import urlsplit
 
 from foundations.files.json_content import Table
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.retry import patiently
+from inference.evaluation.retry import with_retries
 from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
     EvaluationError,
-    ImpossibleFigureError,
-    PutOffError,
+    ImplausibleAnswerError,
     RefusedRequestError,
     RequestFailedError,
+    RetryableError,
     Tally,
 )
 from inference.front.access import Credentials
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
-# How an answer ends, in OpenAI's words and in those of Text Generation Inference.
+# finish_reason of OpenAI and of Text Generation Inference -> count of the tally.
 _ENDS = {"stop": "stop", "length": "length", "eos_token": "stop", "stop_sequence": "stop"}
-# Values that leave an answer as it is, where a server's own defaults could be those of the model's
-# folder: vLLM takes the first of these from generation_config.json, and transformers' server makes
-# it 1 plus the second.
+# Values that do not change an answer. They override the defaults of the model's folder: vLLM takes
+# repetition_penalty from generation_config.json, and transformers' server sets it to 1 plus
+# frequency_penalty.
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
-_GIVEN_UP = ("abort",)  # vLLM's and SGLang's word for requests that a server drops when it stops
-_REFUSED = (400, 404, 405, 413, 422, 501)  # because of what a request says
-_MOST_BYTES = 64 << 20
-_MOST_LOG_PROB = 1e-3  # which rounding explains
-_MANY = 8  # tokens of a prompt of which some surprise any model
+_ABORTED = ("abort",)  # finish_reason of vLLM and SGLang when a server that stops drops a request
+_REFUSED = (400, 404, 405, 413, 422, 501)  # statuses that concern the content of a request
+_MAX_BYTES = 64 << 20
+_MAX_LOG_PROB = 1e-3  # positive values up to this are rounding errors
+_MIN_SURPRISE = 8  # prompt tokens, of which no model predicts all with probability 1
 PROBE = "The old lighthouse stood at the end of the point"
 _SHOWN = 300
 
 
 class OpenAIClient:
-    """Requests to one server; a connection for each, so threads may share a client.
+    """Requests to one server, each with its own connection, so that threads can share a client.
 
     Attributes:
-        chat: whether prompts are messages of chats.
-        retry_s: for how long `patient` asks again.
-        tally: how its answers ended.
+        chat: whether prompts are sent as chat messages.
+        retry_s: time limit of `complete_with_retries`, in seconds.
+        tally: outcomes of its requests.
     """
 
     def __init__(
@@ -71,12 +71,16 @@ class OpenAIClient:
         self._answered_by: Any = None
         ca = credentials.ca
         tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
-        # Neither a proxy nor a redirection to elsewhere gets the token.
+        # The token must not reach a proxy or the target of a redirection.
         handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
         self._opener = urllib.request.build_opener(*handlers, _NoRedirection())
 
     def get(self, path: str) -> Any:
-        """Return the JSON at a path below the base URL. Raises RequestFailedError."""
+        """Return the JSON at a path below the base URL.
+
+        Raises:
+            RequestFailedError: there is no such answer.
+        """
         return self._json(path, None)
 
     @property
@@ -88,24 +92,24 @@ class OpenAIClient:
         except RequestFailedError:
             return False
 
-    def asking(self, model: str, prompt: Any, output_len: int) -> dict[str, Any]:
-        """Return a request for the greedy tokens after a prompt."""
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {
+    def greedy_request(self, model: str, prompt: Any, output_len: int) -> dict[str, Any]:
+        """Return the body of a request for the greedy tokens after a prompt."""
+        content = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {
             "prompt": prompt
         }  # fmt: skip
-        return {"model": model, **asked, "max_tokens": output_len, "temperature": 0, "n": 1}
+        return {"model": model, **content, "max_tokens": output_len, "temperature": 0, "n": 1}
 
     def complete(self, body: Table) -> Table:
-        """Return the answer to a request, one whole choice a prompt, in the order of the prompts.
+        """Return the answer to a request, with one complete choice for each prompt, in their order.
 
         Raises:
-            RequestFailedError: There is none, or not each of its choices is an answer.
-            ImpossibleFigureError: The server counts other tokens than were sent, makes more than
-                were asked for, or serves another model than before.
+            RequestFailedError: there is no answer, or a choice is missing or incomplete.
+            ImplausibleAnswerError: the server counts other tokens than were sent, generates more
+                than requested, or serves another model than before.
         """
         answer = self._json(self.path, body)
         if not isinstance(answer, dict):
-            raise RequestFailedError(f"{self.url}: {str(answer)[:_SHOWN]} has no answer")
+            raise RequestFailedError(f"{self.url}: {str(answer)[:_SHOWN]} is not an answer")
         prompt = body.get("prompt")
         rows = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
         found, choices = choices_of(answer), {}
@@ -124,60 +128,59 @@ class OpenAIClient:
         return {**answer, "choices": [choices[place] for place in sorted(choices)]}
 
     def _check_answer(self, answer: Table, most: Any, rows: int) -> None:
-        """Raise ImpossibleFigureError if another model answers than before, or beyond `most`.
+        """Raise ImplausibleAnswerError for another model's answer, or for more than `most` tokens.
 
-        Some servers count the end token, too. `system_fingerprint` is not compared: public services
-        answer from replicas that have several.
+        Some servers also count the end token. `system_fingerprint` is not compared, because it
+        differs between the replicas of a public service.
         """
         by = answer.get("model")
         self._answered_by = self._answered_by or by
         if by != self._answered_by:
-            raise ImpossibleFigureError(
-                f"{self.url} answers by another model: {by!r}, before {self._answered_by!r}."
+            raise ImplausibleAnswerError(
+                f"{self.url} answers with model {by!r}, and before with {self._answered_by!r}."
             )
-        made = usage_count(answer, "completion_tokens")
-        if isinstance(most, int) and made is not None and made > rows * (most + 1):
-            raise ImpossibleFigureError(
-                f"{self.url} made {made} tokens where {rows * most} were asked for (max_tokens)."
+        generated = usage_count(answer, "completion_tokens")
+        if isinstance(most, int) and generated is not None and generated > rows * (most + 1):
+            raise ImplausibleAnswerError(
+                f"{self.url} generated {generated} tokens, more than max_tokens={rows * most}."
             )
 
     def check_count(self, counted: int, sent: int) -> None:
-        """Raise ImpossibleFigureError if other tokens were read than sent, as by cutting them."""
+        """Raise ImplausibleAnswerError if the server has not read as many tokens as were sent."""
         if counted != sent:
-            raise ImpossibleFigureError(
+            raise ImplausibleAnswerError(
                 f"{self.url} counts {counted} tokens in prompts of {sent} (usage.prompt_tokens): "
-                "they were cut, or read by another tokenizer than evaluate.tokenizer."
+                "they were truncated, or read by another tokenizer than evaluate.tokenizer."
             )
 
-    def patient(self, body: Table, *, lost_too: bool = True) -> Table:
-        """Return what `complete` does, asked again for up to `retry_s` while it is put off."""
+    def complete_with_retries(self, body: Table, *, lost_too: bool = True) -> Table:
+        """Return the result of `complete`, retried for up to `retry_s` seconds."""
         once = partial(self.complete, body)
-        return patiently(once, within_s=self.retry_s, tally=self.tally, lost_too=lost_too)
+        return with_retries(once, within_s=self.retry_s, tally=self.tally, lost_too=lost_too)
 
-    def taken(self, body: Table) -> Table | None:
-        """Return the answer to a request; None where the server refuses or misreads it."""
-        with contextlib.suppress(RefusedRequestError, ImpossibleFigureError):
-            return self.patient(body)
+    def complete_or_none(self, body: Table) -> Table | None:
+        """Return the answer to a request; None if the server refuses or misreads it."""
+        with contextlib.suppress(RefusedRequestError, ImplausibleAnswerError):
+            return self.complete_with_retries(body)
         return None
 
-    def accepted(self, body: Table, more: Table) -> dict[str, Any]:
-        """Return those of the parameters `more` that the server does not refuse next to `body`.
-
-        They may change the answer: that is what they are sent for.
-        """
-        if self.taken({**body, **more}):
+    def accepted_parameters(self, body: Table, more: Table) -> dict[str, Any]:
+        """Return those of the parameters `more` that the server accepts in addition to `body`."""
+        if self.complete_or_none({**body, **more}):
             return dict(more)
-        return {key: value for key, value in more.items() if self.taken({**body, key: value})}
+        return {
+            key: value for key, value in more.items() if self.complete_or_none({**body, key: value})
+        }
 
     def stream(self, body: Table) -> Iterator[Table]:
-        """Yield the events of a streamed answer to one prompt as they come.
+        """Yield the events of a streamed answer to one prompt on arrival.
 
         Raises:
-            RequestFailedError: It fails, or comes to an end before the answer does.
+            RequestFailedError: the request fails, or the stream ends before the answer.
         """
         last: Table = {}
         with self._answer(self.path, {**body, "stream": True}) as response:
-            left = _MOST_BYTES
+            left = _MAX_BYTES
             while line := response.readline(left + 1):
                 left -= len(line)
                 self._check(left)
@@ -192,20 +195,20 @@ class OpenAIClient:
                 last = next((each for each in choices_of(event) if each.get("finish_reason")), last)
                 yield event
         if not last:
-            raise PutOffError(f"{self.url}: a stream ended before its answer did")
+            raise RetryableError(f"{self.url}: a stream ended before its answer did")
         self.count_end(last)
 
     def count_end(self, choice: Table) -> None:
-        """Count how an answer ended.
+        """Count the end of an answer.
 
         Raises:
-            PutOffError: The server gave it up.
-            RequestFailedError: It did not end as answers do, or does not say how.
+            RetryableError: the server aborted it.
+            RequestFailedError: its finish_reason is missing or unknown.
         """
         reason = choice.get("finish_reason")
-        if reason in _GIVEN_UP:
-            raise PutOffError(
-                f"{self.url}: the server gave the request up (finish_reason {reason})"
+        if reason in _ABORTED:
+            raise RetryableError(
+                f"{self.url}: the server aborted the request (finish_reason {reason})"
             )
         if not isinstance(reason, str) or reason not in _ENDS:
             raise RequestFailedError(
@@ -216,19 +219,19 @@ class OpenAIClient:
 
     def _json(self, path: str, body: Table | None) -> Any:
         with self._answer(path, body) as response:
-            data = response.read(_MOST_BYTES + 1)
-            self._check(_MOST_BYTES - len(data))
-            if response.length:  # of what was announced; read(n) does not say so itself
+            data = response.read(_MAX_BYTES + 1)
+            self._check(_MAX_BYTES - len(data))
+            if response.length:  # announced bytes are missing; read(n) does not report that
                 raise http.client.IncompleteRead(data, response.length)
             return json.loads(data)
 
     def _check(self, left: int) -> None:
         if left < 0:
-            raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
+            raise RequestFailedError(f"{self.url}: an answer of more than {_MAX_BYTES} bytes")
 
     @contextmanager
     def _answer(self, path: str, body: Table | None, *, base: str = "") -> Iterator[Any]:
-        """Yield an answer of status 200, open; what fails until it is read is a failed request."""
+        """Yield the open response of status 200; errors while it is read are failed requests."""
         headers = {"content-type": "application/json", **self._credentials.headers()}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request((base or self.url) + path, data, headers)
@@ -239,22 +242,22 @@ class OpenAIClient:
             with contextlib.closing(error):
                 reason = error.read(_SHOWN).decode("utf-8", "replace")
             message = f"{self.url}{path}: {error.code}: {reason}"
-            if is_put_off(error.code):
+            if is_retryable(error.code):
                 after_s = seconds_of(error.headers.get("retry-after"))
                 asks = "" if after_s is None else f" (Retry-After: {after_s:g} s)"
-                raise PutOffError(message + asks, after_s=after_s) from error
+                raise RetryableError(message + asks, after_s=after_s) from error
             kind = RefusedRequestError if error.code in _REFUSED else RequestFailedError
             raise kind(message) from error
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             message = f"{self.url}{path}: {error!r}"
-            cause = getattr(error, "reason", error)  # of urllib's own
+            cause = getattr(error, "reason", error)  # urllib wraps the cause
             if is_lost(cause):
-                raise PutOffError(message, is_lost=True) from error
+                raise RetryableError(message, is_lost=True) from error
             raise RequestFailedError(message) from error
 
 
 def client_of(options: EvaluationOptions, url: str) -> OpenAIClient:
-    """Return a client that asks as the options say."""
+    """Return a client for the options of an evaluation."""
     return OpenAIClient(
         url,
         options.credentials,
@@ -270,16 +273,16 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
 
 def base_url(server: str, *, uses_tls: bool) -> str:
-    """Return the base URL of a server: as given, or of `host:port`.
+    """Return the base URL of a server that is named by URL or as `host:port`.
 
     Raises:
-        ValueError: It is not an address.
+        ValueError: it is not an address.
     """
     url = server if "://" in server else f"{'https' if uses_tls else 'http'}://{server}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(f"{server} is not http://host:port/v1 or host:port")
-    _ = parts.port  # raises ValueError if it is none
+    _ = parts.port  # raises ValueError if it is not a port
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
@@ -287,11 +290,11 @@ def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
 
 
-def is_put_off(status: int) -> bool:
-    """Return whether a status of HTTP says that the same request may succeed later.
+def is_retryable(status: int) -> bool:
+    """Return whether an HTTP status means that the same request may succeed later.
 
-    Those are 408, 425 and 429 (RFC 6585), and what gateways say of a server that is busy or away;
-    500, 501 and 505 are about the request.
+    These are 408, 425 and 429 (RFC 6585), and a gateway's statuses for a busy or unreachable
+    server; 500, 501 and 505 concern the request.
     """
     return status in (408, 425, 429) or (status > 501 and status != 505)
 
@@ -303,7 +306,7 @@ def is_lost(error: object) -> bool:
 
 
 def seconds_of(header: str | None) -> float | None:
-    """Return the wait that Retry-After asks for: a number, or a date (RFC 9110, section 10.2.3)."""
+    """Return the seconds of Retry-After, a number or a date (RFC 9110, section 10.2.3)."""
     if header is None:
         return None
     try:
@@ -318,7 +321,7 @@ def seconds_of(header: str | None) -> float | None:
 
 
 def usage_count(answer: Table, key: str) -> int | None:
-    """Return a count of the server's `usage`; None where it has none."""
+    """Return a count of the answer's `usage`; None without one."""
     usage = answer.get("usage")
     value = usage.get(key) if isinstance(usage, dict) else None
     return value if isinstance(value, int) else None
@@ -332,30 +335,30 @@ def choices_of(answer: Table) -> list[Table]:
 
 
 def prompt_scores(choice: Table, count: int) -> list[float] | None:
-    """Return the log probabilities of a prompt's tokens but the first; None without them.
+    """Return the log probabilities of a prompt's tokens after the first; None without them.
 
     Raises:
-        ImpossibleFigureError: One is not a number, or that of a probability above 1, or all are of
-            the probability 1.
+        ImplausibleAnswerError: one is NaN or that of a probability above 1, or all have
+            probability 1.
     """
     found = choice.get("logprobs")
     values = found.get("token_logprobs") if isinstance(found, dict) else None
     if not isinstance(values, list) or not count <= len(values) <= count + 1:
         return None
     scores = values[1:count]
-    wrong = [each for each in scores if isinstance(each, float) and not each <= _MOST_LOG_PROB]
+    wrong = [score for score in scores if isinstance(score, float) and not score <= _MAX_LOG_PROB]
     if wrong:
-        raise ImpossibleFigureError(f"the server gave {wrong[0]} as a token's log probability")
-    if len(scores) >= _MANY and not any(scores):
-        raise ImpossibleFigureError(f"the server gave each of {len(scores)} tokens probability 1")
-    return [float(each) for each in scores] if all(map(is_number, scores)) else None
+        raise ImplausibleAnswerError(f"the server gave {wrong[0]} as a token's log probability")
+    if len(scores) >= _MIN_SURPRISE and not any(scores):
+        raise ImplausibleAnswerError(f"the server gave each of {len(scores)} tokens probability 1")
+    return [float(score) for score in scores] if all(map(is_number, scores)) else None
 
 
 def listed_model(client: OpenAIClient, name: str | None = None) -> Table:
-    """Return what a server's list of models says of `name`, or of its only one.
+    """Return the entry of `name` in a server's list of models; without a name, the only entry.
 
     Raises:
-        EvaluationError: There is no such model, or more than one where no name is given.
+        EvaluationError: there is no such model, or there are several and no name.
     """
     answer = client.get("/models")
     data = answer.get("data") if isinstance(answer, dict) else None
@@ -364,7 +367,7 @@ def listed_model(client: OpenAIClient, name: str | None = None) -> Table:
     if len(found) != 1:
         names = ", ".join(str(each.get("id")) for each in models)
         raise EvaluationError(
-            f"{client.url} serves {names or 'no model that it lists'}; name the one to ask in "
-            "evaluate.model."
+            f"{client.url} lists {names or 'no model'}, and the option model (evaluate.model) is "
+            f"{name or 'null'}; set it to a listed name."
         )
     return found[0]

@@ -1,7 +1,7 @@
 """The options of an evaluation: one record for each section of the configuration.
 
 These records are the schema of the group `evaluate`: each field states its key's meaning, range and
-default, which `--help` prints and every check reads. The evaluator takes the same records.
+default, which `--help` prints and every check reads. The evaluator uses the same records.
 """
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
@@ -23,9 +23,9 @@ LAMBADA_METRICS = (
     "lambada_perplexity",
     "lambada_token_perplexity",
 )
-# Bounds beyond which a number can only be a typing error.
-_IN_FLIGHT = 65536
-_SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest context that is served widely
+# Limits beyond which a number can only be a typing error.
+_MAX_IN_FLIGHT = 65536
+_MAX_SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest context in wide use
 
 
 @dataclass
@@ -40,32 +40,34 @@ class LambadaOptions:
 
 @dataclass
 class PromptOptions:
-    """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
+    """`evaluate.<task>.prompt`: virtual tokens of a p-tuned model."""
 
     from_model: bool = option(
-        "use the table of the task's name, or of task_id, that config.ini lists", True
+        "use the prompt table of config.ini with the task's name, or with task_id", True
     )
-    task_id: int | None = option("number of the table", None, within=(0, INT32))
+    task_id: int | None = option("number of the prompt table", None, within=(0, INT32))
     append_ids: list[Annotated[int, Within(0, INT32)]] = option("token ids after every prompt", [])
 
 
 @dataclass
 class TextTaskOptions:
-    """`evaluate.<task>` of the tasks whose answer is text."""
+    """`evaluate.<task>` of a task whose answer is text."""
 
     data_path: str | None = option("the data", None, is_path=True)
-    target_path: str | None = option("translation: the right lines", None, is_path=True)
+    target_path: str | None = option("translation: the reference lines", None, is_path=True)
     template: str | None = option("prompt with the data's fields in braces", None, has_lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
-    method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
+    method: str = option(
+        "how an answer is found", "generation", choices=("generation", "log_likelihood")
+    )
     prompt: PromptOptions = field(default_factory=PromptOptions)
 
 
 @dataclass
 class OpenAIClientOptions:
-    """`evaluate.openai`: how a server of OpenAI's protocol is asked."""
+    """`evaluate.openai`: requests to a server of OpenAI's protocol."""
 
-    chat: bool = option("each prompt as the message of a chat, at /chat/completions", False)
+    chat: bool = option("send each prompt as a chat message, to /chat/completions", False)
 
 
 @dataclass
@@ -81,7 +83,7 @@ class HarnessOptions:
     )
     batch_size: int = option("prompts of a request; 1 of a chat", 16, within=(1, 2048))
     max_length: int | None = option(
-        "tokens of a prompt and its answer; null: the endpoint's own word, max_model_len",
+        "tokens of a prompt and its answer; null: max_model_len of the endpoint",
         None,
         within=(1, TOKENS),
     )
@@ -91,18 +93,18 @@ class HarnessOptions:
 class LatencyOptions:
     """`evaluate.latency`: latency and throughput by shape, batch size and requests in flight."""
 
-    enabled: bool = option("measure at all", True)
+    enabled: bool = option("measure latency", True)
     shapes: list[str] = option(
-        "tokens in and out such as 60+20, or use cases: question_answering, intent_classification, "
-        "translation",
+        "tokens in and out, such as 60+20, or use cases: question_answering, "
+        "intent_classification, translation",
         ["32+8", "32+32"],
     )
     batch_sizes: list[Annotated[int, Within(1, INT32)]] = option("rows of a request", [1])
-    concurrencies: list[Annotated[int, Within(1, _IN_FLIGHT)]] = option(
+    concurrencies: list[Annotated[int, Within(1, _MAX_IN_FLIGHT)]] = option(
         "requests in flight", [1, 4]
     )
     requests: int = option("timed requests of a point", 16, within=(1, INT32))
-    warmup: int = option("requests before those that count", 2, within=(0, INT32))
+    warmup: int = option("untimed requests before them", 2, within=(0, INT32))
     max_point_s: float = option("seconds after which a point ends", 3.0, within=(0.01, SECONDS))
 
 
@@ -114,7 +116,7 @@ class RequestShape:
     output_len: int
 
 
-# The use cases that NVIDIA's deployment guide measures with.
+# The use cases of NVIDIA's deployment guide.
 USE_CASES = {
     "question_answering": RequestShape(60, 20),
     "intent_classification": RequestShape(225, 20),
@@ -123,11 +125,10 @@ USE_CASES = {
 
 
 def parse_shape(text: str) -> RequestShape:
-    """Return the shape that `text` writes or names.
+    """Parse a shape, such as 60+20, or the name of a use case.
 
     Raises:
-        ValueError: it is neither a known name nor two positive numbers around a plus, or longer
-            than any context.
+        ValueError: it is neither, or longer than any context.
     """
     if text in USE_CASES:
         return USE_CASES[text]
@@ -138,22 +139,22 @@ def parse_shape(text: str) -> RequestShape:
             f"of {', '.join(USE_CASES)}."
         )
     shape = RequestShape(int(found[1]), int(found[2]))
-    if shape.input_len + shape.output_len > _SEQUENCE:
+    if shape.input_len + shape.output_len > _MAX_SEQUENCE:
         raise ValueError(
             f"evaluate.latency.shapes has {text!r}, {shape.input_len + shape.output_len} tokens; "
-            f"prompt and answer may have {_SEQUENCE} at most."
+            f"prompt and answer may have {_MAX_SEQUENCE} at most."
         )
     return shape
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Limits of one metric; those that are null are not applied.
+    """Limits of one metric; null limits are not applied.
 
     Attributes:
         min, max: absolute limits, in the metric's unit; equality passes.
-        paired: a sentence about the samples of this run and of the baseline, such as "no change" or
-            "no drop of more than 1 point at 95 %"; several have semicolons between them.
+        paired: sentences that compare the samples with the baseline's, such as "no change" or "no
+            drop of more than 1 point at 95 %", separated by semicolons.
     """
 
     min: float | None = None
@@ -162,7 +163,7 @@ class Bound:
 
     @property
     def is_relative(self) -> bool:
-        """Return whether a baseline is needed to apply this bound."""
+        """Return whether this bound needs a baseline."""
         return self.paired is not None
 
 
@@ -170,22 +171,22 @@ Bounds = Mapping[str, Bound]  # by metric
 
 
 @dataclass(frozen=True)
-class AskingOptions(JobOptions):
-    """Keys of a stage that asks a server."""
+class EndpointOptions(JobOptions):
+    """Keys of a stage that sends requests to a server."""
 
-    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, is_path=True)
+    ca: str | None = option("use TLS, and trust these PEM certificates", None, is_path=True)
     token_file: str | None = option(
         "send the first token in this file, of mode 600", None, is_path=True
     )
 
     @property
     def credentials(self) -> Credentials:
-        """TLS and the token of requests."""
+        """The TLS certificates and the token of requests."""
         return Credentials.of(self.ca, self.token_file)
 
 
 @dataclass(frozen=True)
-class EvaluateSection(AskingOptions):
+class EvaluateSection(EndpointOptions):
     """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
 
     tasks: list[str] = option("what to measure, such as [lambada]", ["lambada"])
@@ -195,37 +196,38 @@ class EvaluateSection(AskingOptions):
         None,
     )
     shared_server: str | None = option(
-        "folder of another run's deploy stage, whose server gets this run's weights in the place "
-        "of those it serves",
+        "folder of another run's deploy stage, whose server replaces its weights with this run's",
         None,
         is_path=True,
     )
     protocol: str = option(
-        "how to ask: grpc or http (Triton's), or openai", "grpc", choices=("grpc", "http", OPENAI)
+        "protocol of requests: grpc or http (Triton's), or openai",
+        "grpc",
+        choices=("grpc", "http", OPENAI),
     )
     model: str | None = option(
         "name of the model at a server of protocol=openai; null: its only one", None
     )
     tokenizer: str | None = option(
-        "folder of the tokenizer of a model asked by protocol=openai; null: the served one's",
+        "folder of the tokenizer for protocol=openai; null: the served model's",
         None,
         is_path=True,
     )
     output_dir: str = option("where the report goes", is_path=True)
-    concurrency: int = option("requests kept in flight", 32, within=(1, _IN_FLIGHT))
-    limit: int | None = option("ask only this many samples", None, within=(1, INT32))
-    seed: int = option("seed of whatever is drawn", 1234, within=(0, (1 << 63) - 1))
+    concurrency: int = option("requests kept in flight", 32, within=(1, _MAX_IN_FLIGHT))
+    limit: int | None = option("evaluate only this many samples", None, within=(1, INT32))
+    seed: int = option("seed of random choices", 1234, within=(0, (1 << 63) - 1))
     request_timeout_s: float = option(
         "seconds after which a request has failed", 120.0, within=(0.001, SECONDS)
     )
     retry_s: float = option(
-        "seconds for which a request is sent again that a server puts off (429, 502, 503, 504) or "
+        "seconds for which a request is retried that a server puts off (429, 502, 503, 504) or "
         "loses; 0: never",
         120.0,
         within=(0, SECONDS),
     )
     gate: dict[str, Any] = option(
-        "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "
+        "bounds of metrics: <metric>.min, .max, or a sentence that compares the samples with the "
         "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'",
         {},
     )
@@ -250,27 +252,27 @@ class EvaluateSection(AskingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(EvaluateSection):
-    """The section `evaluate`, and what the rest of the configuration says of the model asked.
+    """The section `evaluate`, and facts about the evaluated model from other sections.
 
     Attributes:
-        data_dir: where data sets lie unless their path is given.
-        url: host and port of the server, as `protocol` has it.
+        data_dir: folder of data sets that have no path of their own.
+        url: host and port of the server for `protocol`.
         openai_url: base URL of the endpoint of OpenAI's protocol; null without one.
         model_name, ensemble_name: Triton models for token ids and for text; without an ensemble
-            (null) text is encoded and decoded here and the model is asked.
-        tokenizer_dir: folder with the served tokenizer's files; null asks the server's own
-            preprocessing and postprocessing models, at the price of more requests.
-        weights_dir: the served folder of shards; family and hash of the weights are added to the
-            report from its manifest.
-        served_dirs: the folder that another engine serves, and that of an adapter of it; their hash
-            is added to the report.
+            (null), the client encodes and decodes text.
+        tokenizer_dir: folder with the served tokenizer's files; null uses the server's
+            preprocessing and postprocessing models, which costs more requests.
+        weights_dir: the served folder of shards; its manifest gives the report the family and hash
+            of the weights.
+        served_dirs: the folder that another engine serves, and that of its adapter; the report
+            states their hash.
         source_path: the checkpoint that was converted.
-        max_seq_len: tokens of a sequence that the server is started with; None where the model
-            alone decides, or the server is another user's.
-        max_batch_size: rows of a request that the server takes; None where it is another's.
+        max_seq_len: tokens of a sequence that the server is started with; None if only the model
+            limits them, or the server was started by others.
+        max_batch_size: rows of a request that the server accepts; None if unknown.
         given: config.ini values that the source checkpoint does not record.
-        lacks: abilities (of task.py) that the server was found to lack.
-        left_out: what is not measured for that reason, one sentence each.
+        lacks: abilities (of task.py) that the server lacks.
+        left_out: what is not measured because of that, one sentence each.
     """
 
     data_dir: Path

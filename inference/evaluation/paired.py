@@ -1,4 +1,4 @@
-"""Paired comparison: the metrics of two runs, sample by sample."""
+"""Paired comparison of the metrics of two runs, sample by sample."""
 
 import math
 from collections.abc import Iterable
@@ -12,9 +12,10 @@ _ONE_SIDED = 0.975  # of each limit of a 95% interval
 
 
 def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pairs | None:
-    """Return the scores of a metric's samples in a run, each with its values in another one.
+    """Pair a metric's scores in this run with those in another one.
 
-    None where the metric is not a mean over samples, or a sample lacks its quantities.
+    `found` are this run's predictions, each with the other run's values. None if the metric is not
+    a mean over samples, or a sample lacks its quantities.
     """
     names = [name for name in (metric.sample_value, metric.weight) if name]
     rows = [(new.values, old) for new, old in found if metric.group in ("", new.group)]
@@ -33,14 +34,14 @@ def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pair
 
 
 def compare_metric(metric: Metric, reference: Metric, pairs: Pairs | None) -> Comparison:
-    """Compare a metric with another run's; `pairs` are the samples of both, if they are known."""
+    """Compare a metric with another run's; `pairs` are the samples of both, None if unknown."""
     if pairs is None:
         return Comparison(reference.value, metric.value - reference.value)
     worse, better = (
-        check_drop(each, 0.0, confidence=_ONE_SIDED) for each in (pairs, pairs.reversed)
+        check_drop(sides, 0.0, confidence=_ONE_SIDED) for sides in (pairs, pairs.reversed)
     )
     difference, *limits = (
-        _in_unit(metric, pairs, each) for each in (worse.drop, worse.low, -better.low)
+        _in_unit(metric, pairs, drop) for drop in (worse.drop, worse.low, -better.low)
     )
     changes = [abs(new - old) for new, old in zip(pairs.new, pairs.old, strict=True)]
     return Comparison(
@@ -56,7 +57,7 @@ def compare_metric(metric: Metric, reference: Metric, pairs: Pairs | None) -> Co
 
 
 def _in_unit(metric: Metric, pairs: Pairs, drop: float) -> float:
-    """Return the difference between two runs that a drop is, in the metric's unit."""
+    """Convert a drop to the difference between two runs, in the metric's unit."""
     if metric.scale == "exp":
         tokens = math.fsum(pairs.old_weights) or len(pairs.old)
         return (growth(-math.fsum(pairs.old) / tokens) + 1) * growth(drop) if drop else 0.0

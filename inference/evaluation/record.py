@@ -1,7 +1,7 @@
-"""The one record of an evaluation, from which every report is written.
+"""The record of an evaluation, from which every report is written.
 
 report.json is this record as JSON; `read_report` reads it back. Times are UTC in ISO 8601,
-durations in seconds unless the name says `_ms`, rates are fractions of one.
+durations are in seconds unless the name ends in `_ms`, rates are fractions of 1.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class StageTiming:
-    """One stage of the run that led here.
+    """A stage of the pipeline up to the evaluation.
 
     Attributes:
-        seconds: how long it took; for a stage that still runs, until it was ready.
+        seconds: its duration; for a stage that still runs, the time until it was ready.
     """
 
     name: str
@@ -37,10 +37,10 @@ class RunFacts:
 
     Attributes:
         name: the run's name, such as `gpt3_5b`.
-        server: address of a server that the caller did not start, and knows nothing else of.
+        server: address of a server that the caller did not start; its other facts are unknown.
         checkpoint: the source checkpoint, as configured.
-        model_sha256: hash that identifies a set of weights.
-        tp_size, pp_size, max_batch_size: 0 where they are not known.
+        model_sha256: hash of the weights.
+        tp_size, pp_size, max_batch_size: 0 if unknown.
     """
 
     name: str
@@ -62,14 +62,14 @@ class RunFacts:
 
     @property
     def parallelism(self) -> str:
-        """Tensor and pipeline parallelism in words; empty where they are not known."""
+        """Tensor and pipeline parallelism in words; empty if unknown."""
         if not self.tp_size:
             return ""
         return f"TP {self.tp_size} x PP {self.pp_size or 1}"
 
     @property
     def weights(self) -> str:
-        """The type that weights are served in, in words; empty where it is not known."""
+        """The type of the served weights, in words; empty if unknown."""
         if self.int8_mode:
             return f"int8, rounded from {self.weight_data_type or 'an unknown type'}"
         return self.weight_data_type
@@ -77,7 +77,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Durations in milliseconds: how many there are, their mean and percentiles."""
+    """Durations in milliseconds: their number, mean and percentiles."""
 
     count: int
     mean_ms: float
@@ -93,11 +93,11 @@ class RequestStatistics:
     """The requests of one task.
 
     Attributes:
-        latency: of all requests, under the load of the run.
+        latency: durations of all requests, under the load of the run.
         generated: tokens of all answers.
-        stop, length: answers that the model ended, and that were as long as was asked for.
+        stop, length: answers that the model ended, and answers of the full requested length.
         failed: requests without an answer.
-        retried: requests that were sent again, as the server put them off or was lost.
+        retried: requests sent again because the server was busy or the connection lost.
     """
 
     count: int
@@ -113,7 +113,7 @@ class RequestStatistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over the time of the run."""
+        """Generated tokens per second of the run."""
         return self.generated / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -124,9 +124,9 @@ class Comparison:
     Attributes:
         difference: value minus reference over the samples of both, in the metric's unit.
         low, high: its 95% interval over paired samples (paired_tests.py); null without pairs.
-        p_value: chance of such a difference if there were none, from the same test.
-        same: of `count` paired samples, those with equal values.
-        largest_change: of a paired sample, in the unit of the per-sample quantity.
+        p_value: probability of such a difference if there were none, from the same test.
+        same: number of the `count` paired samples that have equal values.
+        largest_change: the largest of a paired sample, in the unit of the per-sample quantity.
     """
 
     reference: float
@@ -144,8 +144,8 @@ class TaskReport:
     """The results of one task.
 
     Attributes:
-        through: by which models and protocol it asked.
-        note: what a reader must know about the figures.
+        through: the models and the protocol of its requests.
+        note: limitations of the figures.
     """
 
     name: str
@@ -164,13 +164,13 @@ class LatencyPoint:
 
     Attributes:
         output_len: 0 for an encoder, whose requests return hidden states.
-        generated: tokens of all answers; fewer than asked where an end token came first.
-        tokens_per_s: these, or of an encoder the tokens sent, over the time they took together.
+        generated: tokens of all answers; fewer than requested if an end token came first.
+        tokens_per_s: generated tokens, or an encoder's input tokens, per second of the point.
         first_token_ms, first_token_p95_ms: median and 95th percentile of the time to the first
             token; null for an encoder.
-        per_token_ms: median time between two tokens; null for one token, or lost in noise.
-        streamed: whether these were seen in a stream. Else the first token is the same request for
-            one token only, and each further token what it adds to the median.
+        per_token_ms: median time between two tokens; null for one token, or if noise exceeds it.
+        streamed: whether these times come from a stream. If not, the first token's time is that of
+            the same request for one token, and each further token's its share of the rest.
     """
 
     batch_size: int
@@ -188,12 +188,12 @@ class LatencyPoint:
 
     @property
     def shape(self) -> str:
-        """The tokens in and out; of an encoder, which generates none, those in."""
+        """The tokens in and out; for an encoder, only those in."""
         return f"{self.input_len} + {self.output_len}" if self.output_len else str(self.input_len)
 
     @property
     def load(self) -> str:
-        """The batch where it is more than one row, and the requests in flight."""
+        """The requests in flight, after the batch size if that is above 1."""
         batch = f"batch {self.batch_size}, " if self.batch_size > 1 else ""
         return f"{batch}{self.concurrency} in flight"
 
@@ -205,10 +205,10 @@ class LatencyPoint:
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluation, whole.
+    """One evaluation.
 
     Attributes:
-        predictions: of a baseline's file; those of a report.json lie next to it.
+        predictions: only in a baseline's file; those of a report.json are in predictions.jsonl.
     """
 
     run_id: str
@@ -235,7 +235,7 @@ def read_report(path: Path) -> Report:
     """Read a report.json.
 
     Raises:
-        ValueError: the file is not a report, or of a schema this version does not read.
+        ValueError: the file is not a report, or has a schema that this version does not read.
     """
     content = path.read_bytes()
     if (version := json_object(content, path).get("schema_version")) != SCHEMA_VERSION:
@@ -249,7 +249,11 @@ def read_report(path: Path) -> Report:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Read a predictions.jsonl. Raises ValueError if it is damaged."""
+    """Read a predictions.jsonl.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
         with path.open("rb") as file:
             return [record_in(Prediction, line) for line in file]

@@ -1,6 +1,6 @@
-"""Requests of the serving contract for rows of token ids, and their answers in its outputs.
+"""Requests of the serving contract for rows of token ids, and the answers in its outputs.
 
-Greedy decoding is asked for explicitly, so that a server's defaults never decide a figure.
+Greedy decoding is requested explicitly, so that a server's defaults never affect a result.
 """
 
 # Shapes: B rows, S padded prompt
@@ -21,8 +21,8 @@ GREEDY = {
     "temperature": np.array([[1.0]], np.float32),
     "repetition_penalty": np.array([[1.0]], np.float32),
 }
-# The nucleus path with next to no mass takes the most probable token too, and, unlike the top-k
-# path with one candidate, reports its log probability under the whole vocabulary.
+# Nucleus sampling with almost no mass also takes the most probable token. Unlike top-k sampling
+# with one candidate, it reports the token's log probability over the whole vocabulary.
 GREEDY_WITH_LOG_PROBS = {
     **GREEDY,
     "runtime_top_k": np.array([[0]], np.uint32),
@@ -45,7 +45,7 @@ def generation_request(
     *,
     has_encoder: bool,
 ) -> dict[str, Array]:
-    """Return a request for `output_len` tokens after each row, chosen as `choice` says."""
+    """Return a request for `output_len` tokens after each row, sampled as `choice` says."""
     ids, lengths = padded(rows)
     names = ("sequence_length", "max_output_len") if has_encoder else (
         "input_lengths", "request_output_len"
@@ -63,8 +63,8 @@ def answers(
 ) -> list[TokenIds]:
     """Return the tokens after each row, up to the end token.
 
-    Of a decoder, sequence_length counts from the padded length of the prompts, virtual tokens left
-    out; response_input_lengths is each prompt's own.
+    A decoder's sequence_length counts from the padded length of the prompts, without virtual
+    tokens; response_input_lengths holds each prompt's own length.
     """
     starts = [0 if has_encoder else len(row) for row in rows]
     if "response_input_lengths" in outputs:

@@ -1,7 +1,7 @@
-"""The protocols of a task and of the model it asks, and the records they exchange.
+"""The protocols of a task and of a model, and the records that they exchange.
 
-Tasks and models meet only here: a task sees token ids and text, never Triton; a model never
-sees a metric. Standard library only, so that options can be checked on a login node.
+This is their only interface: a task sees token ids and text, never Triton; a model never sees a
+metric. Standard library only, so that options can be checked on a login node.
 """
 
 import abc
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from inference.evaluation.options import EvaluationOptions
 
-Ids = Sequence[int]  # token ids, as a caller has them
-TokenIds = tuple[int, ...]  # those of a text, or of an answer
+Ids = Sequence[int]  # token ids, as an argument
+TokenIds = tuple[int, ...]  # token ids, as a result
 Values = Mapping[str, float]  # the quantities of one sample by name
 
 
@@ -25,11 +25,11 @@ class Sample:
     """One question of a data set.
 
     Attributes:
-        index: line of the data set, from 0; the same whatever the limit and the seed.
-        text: what the model is given, as a person would read it.
-        target: the right answer, as a person would read it.
-        targets: all right answers where there are several.
-        group: the part of the data set that it belongs to, such as a language.
+        index: line of the data set, from 0; independent of limit and seed.
+        text: the model's input, as readable text.
+        target: the correct answer, as readable text.
+        targets: all correct answers, if there are several.
+        group: the part of the data set to which it belongs, such as a language.
     """
 
     index: int
@@ -40,12 +40,12 @@ class Sample:
 
     @property
     def all_targets(self) -> tuple[str, ...]:
-        """Every right answer."""
+        """All correct answers."""
         return self.targets or (self.target,)
 
 
 def sample_ids(samples: Iterable[Sample]) -> list[str]:
-    """Return an id of each sample's content; the second of equal ones ends in -2."""
+    """Return an id for each sample's content; the second of two equal samples ends in -2."""
     seen: dict[str, int] = {}
     found = []
     for sample in samples:
@@ -61,8 +61,8 @@ class Score:
     """The score of one sample.
 
     Attributes:
-        values: each per-sample quantity by name; accuracies are 0.0 or 1.0.
-        answer: what the model said, for the report.
+        values: per-sample quantities by name; accuracies are 0.0 or 1.0.
+        answer: the model's answer, for the report.
     """
 
     values: Values
@@ -71,14 +71,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One sample as asked and answered; a line of predictions.jsonl.
+    """A sample with its answer; a line of predictions.jsonl.
 
     Attributes:
-        id: of the sample's content, by which runs are compared.
+        id: identifies the sample's content when runs are compared.
         values: per-sample quantities by name.
-        baseline: the baseline's values of the same names, where there are any.
-        seconds: time the sample's requests took together.
-        group: the part of the data set that the sample belongs to.
+        baseline: the baseline's values of the same names, if any.
+        seconds: total time of the sample's requests.
+        group: the part of the data set to which the sample belongs.
     """
 
     task: str
@@ -94,7 +94,7 @@ class Prediction:
 
     @property
     def changes(self) -> dict[str, tuple[float, float]]:
-        """The values that differ from the baseline's, each after the baseline's."""
+        """The values that differ from the baseline's, as (baseline, this run)."""
         return {
             name: (old, self.values[name])
             for name, old in self.baseline.items()
@@ -110,11 +110,11 @@ class Metric:
         name: the metric's full name, unique in a report, such as `lambada_last_word`.
         key: its short name among the metrics of its task, as evaluation harnesses write it.
         method: how it was measured, in one sentence.
-        sample_value: the per-sample quantity that it is made of.
-        scale: "mean" where the value is the mean of those quantities, "exp" where it is the
-            exponential of the mean's negative; empty where they alone do not give it, as of BLEU.
-        weight: the per-sample quantity by which that mean is weighted, such as a number of tokens.
-        group: the part of the data set that it covers; empty where it covers all.
+        sample_value: the per-sample quantity from which it is computed.
+        scale: "mean" if the value is the mean of those quantities, "exp" if it is the exponential
+            of the negative mean; empty if they do not determine it, as for BLEU.
+        weight: the per-sample quantity that weights the mean, such as a number of tokens.
+        group: the part of the data set that it covers; empty for all of it.
         low, high: the ends of the 95% confidence interval.
         stderr: standard error of `value`, in its unit.
     """
@@ -137,11 +137,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The origin of the samples, by which a figure can be traced and repeated.
+    """The origin of the samples, with which a result can be reproduced.
 
     Attributes:
-        total: samples in the file; `count` of them were asked.
-        limit, seed: how those were chosen; a null limit asks them all, in file order.
+        total: samples in the file; `count` of them were evaluated.
+        limit, seed: how those were chosen; a null limit evaluates all, in file order.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Dataset:
     seed: int | None = None
 
 
-Drawn = tuple[Dataset, Sequence[Sample]]  # what is asked, and the data set that it is drawn from
+DatasetSamples = tuple[Dataset, Sequence[Sample]]  # a data set, and its chosen samples
 Metrics = tuple[Metric, ...]
 
 
@@ -165,32 +165,32 @@ class Completion:
     generated: int = 0
 
 
-# Contract tensors sent with the prompt, by name: one value or array, the same for every row.
+# Name of a contract tensor -> its value or array, the same for every row of a request.
 RequestTensors = Mapping[str, Any]
 
 
-# Abilities of a model that a metric may need, and that not every server has.
+# Abilities that a metric may need and that a server may lack.
 TOKEN_IDS, LOG_PROBS, TENSORS = "token ids", "log probabilities", "tensors"
 
 
 class EvaluationError(RuntimeError):
-    """An evaluation that could not be completed; the message says why and how far it came."""
+    """An evaluation that could not be completed; the message says why, and how far it got."""
 
 
 class RequestFailedError(EvaluationError):
-    """The model did not answer one request: refused, timed out, or the server is gone."""
+    """The model did not answer a request: it was refused, timed out, or the server is gone."""
 
 
 class RefusedRequestError(RequestFailedError):
-    """The server refused what a request asks; others may ask less."""
+    """The server refused a request because of its content; a simpler one may succeed."""
 
 
-class PutOffError(RequestFailedError):
-    """The server is too busy or not there at the moment; the request may be sent again.
+class RetryableError(RequestFailedError):
+    """The server is busy or unreachable at the moment; the request may be sent again.
 
     Attributes:
-        after_s: seconds that the server asks to wait; None where it names none.
-        is_lost: the connection was lost, so that no server may be there.
+        after_s: seconds that the server asks to wait; None if it states none.
+        is_lost: the connection was lost, so the server may be gone.
     """
 
     def __init__(
@@ -200,15 +200,15 @@ class PutOffError(RequestFailedError):
         self.after_s, self.is_lost = after_s, is_lost
 
 
-class ImpossibleFigureError(EvaluationError):
-    """A server's answer cannot be true; whatever else it says is not to be trusted either."""
+class ImplausibleAnswerError(EvaluationError):
+    """A server's answer cannot be true, so none of its answers can be trusted."""
 
 
 class Tally:
-    """The ends of requests, counted by several threads.
+    """Thread-safe counts of the outcomes of requests.
 
-    `stop` and `length` are answers that the model ended, and that were as long as was asked for;
-    `failed` are requests without an answer, `retried` those that were sent again.
+    `stop` are answers that the model ended, `length` those of the full requested length, `failed`
+    requests without an answer, `retried` requests that were sent again.
     """
 
     NAMES = ("stop", "length", "failed", "retried")
@@ -218,22 +218,21 @@ class Tally:
         self._counts = Counter[str]()
 
     def count(self, name: str) -> None:
-        """Count one request more under one of NAMES."""
+        """Add 1 to the count of one of NAMES."""
         with self._lock:
             self._counts[name] += 1
 
     def counts(self) -> Counter[str]:
-        """Return what was counted so far."""
+        """Return a copy of the counts."""
         with self._lock:
             return self._counts.copy()
 
 
 class TextGenerator(Protocol):
-    """A model as a task asks it; safe to call from several threads.
+    """A model as a task uses it; safe to call from several threads.
 
-    Requests raise RequestFailedError: refused, failed, not answered in time, or not possible, which
-    those with a body here are unless a model says otherwise. A model that knows how its answers
-    ended has a `tally` of them.
+    Requests raise RequestFailedError if they are refused, fail or time out, or if the model does
+    not support them. A model that knows how its answers ended has a `tally`.
     """
 
     @property
@@ -242,7 +241,7 @@ class TextGenerator(Protocol):
         return False
 
     def check_unchanged(self) -> None:
-        """Raise EvaluationError if its server is known to serve another model than before."""
+        """Raise EvaluationError if its server now serves another model, as far as it can tell."""
         return
 
     def encode(self, text: str) -> TokenIds:
@@ -276,15 +275,15 @@ class TextGenerator(Protocol):
         output_len: int,
         each_frame: Callable[[], None] | None = None,
     ) -> list[TokenIds]:
-        """Return the greedy tokens after each row, asked in one request where that is possible.
+        """Return the greedy tokens after each row, from one request if that is possible.
 
-        `each_frame` is called for every response of a model that streams, as it comes.
+        `each_frame` is called when a response of a streaming model arrives.
         """
         del each_frame
         return [self.complete_ids(row, output_len=output_len) for row in rows]
 
     def context_log_prob(self, input_ids: Ids) -> float:
-        """Return the natural log probability of `input_ids`, the first token given."""
+        """Return the natural log probability of `input_ids` after their first token."""
         ...
 
     def input_names(self) -> Collection[str]:
@@ -293,30 +292,31 @@ class TextGenerator(Protocol):
 
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
-        raise RequestFailedError(f"there are no tensors ({', '.join((*tensors, *outputs))}).")
+        names = ", ".join((*tensors, *outputs))
+        raise RequestFailedError(f"the model's protocol has no tensors ({names}).")
 
 
 def added_text(decode: Callable[[Ids], str], before: Ids, ids: Ids) -> str:
-    """Return the text that `ids` add to those before them; some decode otherwise when alone."""
-    whole, context = decode((*before, *ids)), decode(before) if before else ""
-    return whole[len(context) :] if whole.startswith(context) else decode(ids)
+    """Return the text that `ids` add to `before`; decoded alone, tokens may give another text."""
+    combined, context = decode((*before, *ids)), decode(before) if before else ""
+    return combined[len(context) :] if combined.startswith(context) else decode(ids)
 
 
 def generates(model: TextGenerator) -> bool:
-    """Return whether a model answers with tokens, as encoders do not."""
+    """Return whether a model generates tokens; encoders do not."""
     return not {"request_output_len", "max_output_len"}.isdisjoint(model.input_names())
 
 
 class Task(abc.ABC):
-    """A data set, the requests that answer one of its samples, and the metrics over all.
+    """A data set, the requests for one of its samples, and the metrics over all samples.
 
-    It is made of options that may be wrong in what `problems` names.
+    A task can be created from invalid options; `problems` names what is wrong with them.
 
     Attributes:
-        name: in the table of tasks.
-        metric_names: the metrics that the options ask for, without those of groups.
-        version: grows whenever the same answers would give another figure.
-        grouped: whether there is one more metric for each group of the data.
+        name: its key in the table of tasks.
+        metric_names: the requested metrics, without those of groups.
+        version: increases whenever the same answers would give another result.
+        grouped: whether there is an additional metric for each group of the data.
     """
 
     name: str
@@ -326,12 +326,12 @@ class Task(abc.ABC):
 
     @property
     def reused(self) -> int:
-        """The replies of an earlier run that stood for requests that it sends by itself."""
+        """For a task that sends its own requests: those that an earlier run's replies replaced."""
         return 0
 
     @property
     def tally(self) -> Tally | None:
-        """The ends of requests that it sends by itself; None where it asks the model alone."""
+        """For a task that sends its own requests: their outcomes; None for other tasks."""
         return None
 
     def __init__(self, options: EvaluationOptions) -> None:
@@ -339,33 +339,41 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def problems(self) -> list[str]:
-        """Return every problem of the task's options, in the configuration's names."""
+        """Return every problem of the task's options, by configuration key."""
 
     def data_problem(self) -> str:
-        """Return why its data is not at hand; empty where it is."""
+        """Return why its data is missing; empty if it is not."""
         return ""
 
     @abc.abstractmethod
-    def prepare(self) -> Drawn:
-        """Read and check the data; raises ValueError where it cannot be used."""
+    def prepare(self) -> DatasetSamples:
+        """Read and check the data.
+
+        Raises:
+            ValueError: the data cannot be used.
+        """
 
     def start(self) -> None:
-        """Ask what is asked once, before the first sample. Raises EvaluationError."""
+        """Send the requests that a run needs once, before the first sample.
+
+        Raises:
+            EvaluationError: they fail.
+        """
         return
 
     @abc.abstractmethod
     def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Ask the model about one sample; called from several threads at once."""
+        """Score the model's answer to one sample; called from several threads at once."""
 
     @abc.abstractmethod
     def metrics(self, found: Sequence[Prediction]) -> Metrics:
-        """Return the figures over all samples, the most important first."""
+        """Return the metrics over all samples, the most important first."""
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """The ability that each metric needs of a model, for those that need one.
+        """Metric -> ability of a model that it needs, for metrics that need one.
 
-        A task leaves out metrics that need one of `options.lacks`; where all need the same, the
-        task as a whole is left out.
+        A task leaves out the metrics that need an ability of `options.lacks`. If this leaves none,
+        the task as a whole is left out.
         """
         return {}

@@ -1,4 +1,4 @@
-"""The report: pages, charts, files, the run store, and comparisons of two runs.
+"""Reports: pages, files, and comparisons of runs.
 
-Everything here reads finished records; nothing here asks a model.
+This folder only reads finished records; it never sends requests to a model.
 """

@@ -1,7 +1,7 @@
-"""Runs next to the first one: metrics, samples by their content, latency, and verdicts of a gate.
+"""Compare runs with the first one: metrics, samples by their content, latency, gate verdicts.
 
-Differences are a run's figure minus the first's. The same page serves two runs side by side and an
-upgrade with several rows, whose bounds are tested together.
+Differences are a run's value minus the first run's. The same page shows two runs, or an upgrade
+with several rows, whose bounds are tested together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from inference.evaluation.record import Comparison, LatencyPoint, Report, TaskRe
 from inference.evaluation.report.document import BAD, GOOD, QUIET, UNDECIDED, Page, markdown
 from inference.evaluation.task import Metric, Prediction, Tally
 
-ON_PAGE = 500  # changed samples that are listed
+MAX_ON_PAGE = 500  # listed changed samples
 _WORDS = {BAD: "breached", UNDECIDED: "undecided", GOOD: "held"}
 
 Run = tuple[Report, Sequence[Prediction]]
@@ -22,16 +22,16 @@ Pair = tuple[Prediction, Prediction]  # the same sample in the first run and in 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run next to the first one.
+    """The comparison of a run with the first one.
 
     Attributes:
-        comparisons: of the metrics that both have, by name.
-        measured: these metrics with the samples of both runs, as a gate judges them.
+        comparisons: name -> comparison of each metric that both have.
+        measured: these metrics with the samples of both runs, as input of a gate.
         samples: rows of the table of samples, the first run's before this one's.
-        changed: samples of both that a fraction scores differently, with words how by metric.
-        latency: points measured in both.
-        notes: why figures may not be comparable.
-        is_paired: whether both have the same samples of each task that both have.
+        changed: (first, this run, metric -> change in words) of samples with a changed fraction.
+        latency: (first, this run) of each point that both have measured.
+        notes: reasons why values may not be comparable.
+        is_paired: whether both have the same samples in each common task.
         gate: the verdicts of bounds, if there are any.
     """
 
@@ -71,23 +71,23 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
     is_paired = True
     first_tasks = {task.name: task for task in first.tasks}
     for task in second.tasks:
-        own: list[Pair] = []
+        common: list[Pair] = []
         if first_task := first_tasks.get(task.name):
             old, new = (_by_id(run, task.name) for run in (olds, news))
-            own = [(old[key], each) for key, each in new.items() if key in old]
-            is_paired = is_paired and len(own) == len(old) == len(new)
-            if reason := _not_paired(first_task, task, own):
+            common = [(old[key], each) for key, each in new.items() if key in old]
+            is_paired = is_paired and len(common) == len(old) == len(new)
+            if reason := _not_paired(first_task, task, common):
                 unpaired.append(f"{task.name}: {reason}; differences are not paired.")
-                own = []
+                common = []
             elif old or new:
-                same = sum(one.answer == two.answer for one, two in own)
-                counts = (len(own), len(old) - len(own), len(new) - len(own), same)
+                same = sum(one.answer == two.answer for one, two in common)
+                counts = (len(common), len(old) - len(common), len(new) - len(common), same)
                 samples += [
                     (task.name, "", *[""] * len(counts), *_ends(first_task, [*old.values()])),
                     (task.name, name, *map("{:,}".format, counts), *_ends(task, [*new.values()])),
                 ]
-        pairs += own
-        rows = [(new, old.values) for old, new in own]
+        pairs += common
+        rows = [(new, old.values) for old, new in common]
         for metric in task.metrics:
             if earlier := before.get(metric.name):
                 paired = pairs_of(metric, rows)
@@ -95,8 +95,8 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
                 measured.append(Measured(metric, earlier, paired))
                 if earlier.method != metric.method:
                     notes.append(
-                        f"{metric.name} was measured in two ways: first, {earlier.method}; "
-                        f"second, {metric.method}."
+                        f"{metric.name} was measured in two ways: {earlier.method} (first run), "
+                        f"{metric.method} (second run)."
                     )
     points = {point.place: point for point in second.latency}
     return ComparedRun(
@@ -113,23 +113,23 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
 
 
 def _by_id(run: Sequence[Prediction], task: str) -> dict[str | int, Prediction]:
-    """Return the samples of a task by their id; earlier versions wrote none."""
+    """Return the samples of a task by id, or by index in reports of versions without ids."""
     return {each.id or each.index: each for each in run if each.task == task}
 
 
 def _ends(task: TaskReport, predictions: Sequence[Prediction]) -> list[str]:
-    """Return the share of samples without an answer, and how requests ended.
+    """Return the share of samples without an answer, and the counts of request outcomes.
 
-    The share is empty of a task that asks for probabilities alone.
+    The share is an empty text for a task of log probabilities.
     """
     empty = sum(not each.answer.strip() for each in predictions)
     has_text = predictions and any(metric.scale != "exp" for metric in task.metrics)
-    silent = f"{empty / len(predictions):.1%}" if has_text else ""
-    return [silent, *(f"{getattr(task.requests, each):,}" for each in Tally.NAMES)]
+    share = f"{empty / len(predictions):.1%}" if has_text else ""
+    return [share, *(f"{getattr(task.requests, name):,}" for name in Tally.NAMES)]
 
 
 def _not_paired(first: TaskReport, second: TaskReport, pairs: Sequence[Pair]) -> str:
-    """Return why a task's samples cannot be compared one by one; empty if they can."""
+    """Return the reason why a task's samples cannot be paired; empty if they can."""
     if first.version != second.version:
         return f"the runs used versions {first.version} and {second.version} of the task"
     is_other = first.dataset.sha256 != second.dataset.sha256
@@ -160,11 +160,11 @@ def _word(before: float, after: float) -> str:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Runs next to the first one as people read them, verdicts first.
+    """The human-readable comparison of runs with the first one, verdicts first.
 
     Attributes:
-        failed: the reason why a run has no figures, by its name.
-        unjudged: figures without a bound, which the verdicts name.
+        failed: name of a run -> reason why it has no metrics.
+        unjudged: metrics without a bound.
     """
 
     name: str
@@ -174,22 +174,19 @@ class SideBySide:
     unjudged: Sequence[str] = ()
 
     def page(self) -> Page:
-        """Return the page, which draws the record of each run."""
+        """Return the page, whose charts show the record of each run."""
         reports = {self.name: self.first} | {run.name: run.report for run in self.runs}
-        drawn = [(each, asdict(own)) for each, own in reports.items()]
-        return Page(self._title, self.text(), {"runs": drawn}, *self._outcome)
+        records = [(name, asdict(report)) for name, report in reports.items()]
+        return Page(self._title, self.text(), {"runs": records}, *self._outcome)
 
-    def text(self, *, most: int = ON_PAGE, longest: int | None = None) -> str:
-        """Return Markdown with the first `most` changed samples.
-
-        `longest` is the most characters of a sample's texts.
-        """
+    def text(self, *, most: int = MAX_ON_PAGE, longest: int | None = None) -> str:
+        """Return Markdown with at most `most` changed samples, texts cut to `longest`."""
         name, runs = self.name, self.runs
         speeds: dict[LatencyPoint, list[tuple[str, LatencyPoint]]] = {}
         for run in runs:
             for old, new in run.latency:
                 speeds.setdefault(old, []).append((run.name, new))
-        # The first run's own row stands once for each task.
+        # Every run repeats the first run's row of a task: list it once.
         rows = dict.fromkeys(row for run in runs for row in run.samples)
         return markdown(
             "comparison",
@@ -219,7 +216,7 @@ class SideBySide:
         colours = dict.fromkeys(self.failed, UNDECIDED)
         colours |= {run.name: by_code.get(run.gate.exit_code, UNDECIDED) for run in self.runs}
         found = {
-            colour: [name for name, own in colours.items() if own == colour]
+            colour: [name for name, its_colour in colours.items() if its_colour == colour]
             for colour in _WORDS
             if colour in colours.values()
         }

@@ -1,8 +1,8 @@
-"""Reports as Markdown, and as one HTML page whose script reads that Markdown and draws the record.
+"""Reports as Markdown, and as one HTML page whose script renders the Markdown and draws charts.
 
-A page holds its Markdown, which stays where scripts do not run, and the record as JSON. Its content
-security policy forbids every request, and every style and script but its own, which are named by
-their hashes: a script that reaches the page through data does not run.
+A page contains its Markdown, which remains readable without scripts, and the record as JSON. Its
+content security policy forbids every request, and every style and script except its own, which it
+names by hash: a script injected through data does not run.
 """
 
 import base64
@@ -28,8 +28,8 @@ _CELL_END = re.compile(r"(?<!\\)\|")
 
 
 def _plain(value: Any) -> Markup:
-    """Return a value as one line of Markdown that cannot hold markup or call a user."""
-    if isinstance(value, Markup):  # of a macro, whose values are plain already
+    """Return a value as one line of Markdown without markup and without mentions of users."""
+    if isinstance(value, Markup):  # the output of a macro, whose values are escaped
         return value
     text = "" if value is None else str(value).encode(errors="replace").decode()
     escaped = _MARKUP.sub(lambda found: f"\\{found[0]}", text).replace("@", "&#64;")
@@ -37,18 +37,18 @@ def _plain(value: Any) -> Markup:
 
 
 def code(text: str) -> Markup:
-    """Return a command as a block of Markdown, which no text in it ends."""
+    """Return a command as a Markdown code block, with a fence longer than any in it."""
     fence = "`" * (1 + max(map(len, ["``", *re.findall("`+", text)])))
     return Markup(f"{fence}\n{' '.join(text.splitlines())}\n{fence}")
 
 
 def value_text(value: float, unit: str) -> str:
-    """Return a metric's value: fractions as percent, everything else with four digits."""
+    """Format a metric's value: a fraction as percent, others with four significant digits."""
     return f"{100 * value:.2f}%" if unit == "fraction" else number_text(value)
 
 
 def number_text(value: float) -> str:
-    """Return a number with four significant digits and thousands separated."""
+    """Format a number with four significant digits and thousands separators."""
     if value == 0:
         return "0"
     magnitude = abs(value)
@@ -58,14 +58,14 @@ def number_text(value: float) -> str:
 
 
 def difference_text(value: float, unit: str) -> str:
-    """Return a difference with its sign; of fractions in percentage points."""
+    """Format a difference with its sign; for fractions in percentage points."""
     if value == 0:
         return "0"
     return f"{100 * value:+.2f} pt" if unit == "fraction" else f"{value:+.4g}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration."""
+    """Format a duration."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 100:
@@ -76,14 +76,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def milliseconds_text(value: float) -> str:
-    """Return a latency."""
+    """Format a latency."""
     if value >= 1000:
         return f"{value / 1000:.2f} s"
     return f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
 
 
 def metric_title(name: str) -> str:
-    """Return a metric's name for a heading: `lambada_last_word` becomes "Last word"."""
+    """Return a metric's name as a heading: `lambada_last_word` becomes "Last word"."""
     words = name.split("_")[1:] or name.split("_")
     return " ".join(words).capitalize()
 
@@ -118,25 +118,25 @@ _MARKDOWN = _environment(finalize=_plain)
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of HTML or XML with its values, which are escaped unless Markup."""
+    """Render an HTML or XML template; values are escaped unless they are Markup."""
     return _MARKUP_LANGUAGES.get_template(template).render(**values)
 
 
 def markdown(template: str, **values: Any) -> str:
-    """Return a template of Markdown with its values, each as plain text on one line."""
+    """Render a Markdown template; each value becomes plain text on one line."""
     text = _MARKDOWN.get_template(f"{template}.md.jinja").render(**values)
     return re.sub("\n{3,}", "\n\n", text.strip()) + "\n"
 
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report.
+    """A complete report.
 
     Attributes:
         text: its Markdown.
-        data: the record that report.js draws, by what it is.
+        data: the records that report.js draws, by their kind.
         verdict, status: the outcome in a few words, and its colour.
-        reload_s: seconds after which the page loads itself again.
+        reload_s: interval in seconds at which the page reloads itself; None: never.
     """
 
     title: str
@@ -148,7 +148,7 @@ class Page:
     reload_s: int | None = None
 
     def html(self) -> str:
-        """Return one HTML page that needs nothing else."""
+        """Return one self-contained HTML page."""
         style, script = (Markup("\n" + _asset(name)) for name in ("report.css", "report.js"))
         policy = (
             f"default-src 'none'; style-src {_source_hash(style)}; "
@@ -157,7 +157,7 @@ class Page:
         return render(
             "page.html",
             page=self,
-            data=to_jsonable_python(self.data, inf_nan_mode="null"),  # what JSON has no number for
+            data=to_jsonable_python(self.data, inf_nan_mode="null"),
             policy=Markup(policy),
             style=style,
             script=script,
@@ -165,12 +165,12 @@ class Page:
 
 
 def part_text(name: str, *values: Any) -> str:
-    """Return what a macro of parts.md.jinja makes of values, as people read it in a terminal."""
+    """Render a macro of parts.md.jinja for a terminal."""
     return _unescaped(getattr(_MARKDOWN.get_template("parts.md.jinja").module, name)(*values))
 
 
 def terminal_text(text: str) -> str:
-    """Return Markdown as people read it in a terminal, its tables in aligned columns."""
+    """Format Markdown for a terminal, with tables in aligned columns."""
     return "\n\n".join(map(_terminal_block, text.strip().split("\n\n")))
 
 
@@ -194,6 +194,6 @@ def _asset(name: str) -> str:
 
 
 def _source_hash(text: str) -> str:
-    """Return the policy's name of an inline text: its SHA-256 (CSP level 2, section 7.2.2)."""
+    """Return the CSP hash source of an inline text (CSP level 2, section 7.2.2)."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

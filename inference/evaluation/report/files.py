@@ -1,6 +1,6 @@
 """The files of a report: JSON, metrics, predictions, JUnit, Markdown and the page.
 
-Every file is replaced in one step. report.json is written last, so where it is, the rest is too.
+Every file is replaced atomically. report.json is written last: if it exists, all files do.
 """
 
 import json
@@ -22,7 +22,7 @@ from inference.evaluation.report.document import (
     markdown,
     render,
 )
-from inference.evaluation.statistics import is_made_of
+from inference.evaluation.statistics import is_mean_of
 from inference.evaluation.task import Prediction
 
 REPORT_JSON = "report.json"
@@ -37,9 +37,9 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def metrics_text(report: Report) -> str:
-    """Return metrics.json: per task the short metric names, in fractions, and what they mean.
+    """Return metrics.json: for each task, values by short metric names, and their meaning.
 
-    The names `acc`, `acc_stderr`, `ppl`, `ppl_stderr` are those of the common evaluation harness.
+    The names `acc`, `acc_stderr`, `ppl`, `ppl_stderr` are those of lm-evaluation-harness.
     """
     found: dict[str, dict[str, Any]] = {}
     for task in report.tasks:
@@ -65,9 +65,9 @@ def metrics_text(report: Report) -> str:
 
 
 def junit_text(report: Report) -> str:
-    """Return junit.xml: a suite per task with its metrics, and one with the bounds of the gate.
+    """Return junit.xml: a suite with the metrics of each task, and one with the gate's bounds.
 
-    What an advisory bound finds does not fail.
+    An advisory bound never fails.
     """
     return render(
         "junit.xml",
@@ -78,23 +78,23 @@ def junit_text(report: Report) -> str:
 
 
 def junit_error_text(message: str) -> str:
-    """Return junit.xml of an evaluation that could not be completed."""
+    """Return junit.xml for an evaluation that could not be completed."""
     return render("junit.xml", name="slipway", errors={"evaluate": _as_xml(message)})
 
 
 def verdicts_junit(gates: Mapping[str, Sequence[Verdict]], failed: Mapping[str, str]) -> str:
-    """Return junit.xml of several runs: a suite for each, or an error where it has no figures."""
+    """Return junit.xml for several runs: a suite for each, or an error if it has no metrics."""
     errors = {name: _as_xml(reason) for name, reason in failed.items()}
     return render("junit.xml", name="slipway upgrade", gates=gates, errors=errors)
 
 
 def _as_xml(message: str) -> str:
-    """Return a message without the characters, such as a server's, that XML cannot hold."""
+    """Replace characters that XML cannot hold, such as in a server's message."""
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", message)
 
 
 def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
-    """Return the whole report."""
+    """Return the page of a report."""
     verdict, status = verdict_of(report)
     return Page(
         report.run.name,
@@ -102,14 +102,14 @@ def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
         {"report": asdict(report), "samples": [asdict(each) for each in predictions]},
         verdict,
         status,
-        f"{report.run_id} · schema {report.schema_version} · the same figures are in report.json "
-        "and predictions.jsonl",
+        f"{report.run_id} · schema {report.schema_version} · the same data is in report.json and "
+        "predictions.jsonl",
     )
 
 
 def _markdown(template: str, report: Report, predictions: Sequence[Prediction]) -> str:
     changed = [each for each in predictions if each.changes]
-    # Right and wrong first, then the largest differences.
+    # Largest changes first: those between right and wrong are 1.
     changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
     verdict, _ = verdict_of(report)
     return markdown(
@@ -132,10 +132,10 @@ def verdict_of(report: Report) -> tuple[str, str]:
 
 
 def read_run(path: Path) -> tuple[Report, list[Prediction]]:
-    """Read a report.json, and the predictions in it or next to it, where there are any.
+    """Read a report.json, and the predictions in it or next to it, if there are any.
 
     Raises:
-        ValueError: one of the files is damaged, or of a schema that this version does not read.
+        ValueError: a file is damaged, or has a schema that this version does not read.
     """
     report, samples_path = read_report(path), path.with_name(PREDICTIONS)
     predictions = [*report.predictions]
@@ -146,12 +146,13 @@ def read_run(path: Path) -> tuple[Report, list[Prediction]]:
     else:
         predictions = read_predictions(samples_path)
     for task in report.tasks:
-        own = [each for each in predictions if each.task == task.name]
+        found = [each for each in predictions if each.task == task.name]
         for metric in task.metrics:
-            if metric.scale and not is_made_of(metric, own):
+            if metric.scale and not is_mean_of(metric, found):
                 raise ValueError(
-                    f"{samples_path}: {metric.name} of {metric.count} samples is not made of the "
-                    f"{len(own)} there: it is damaged, or of another run; evaluate again"
+                    f"{samples_path}: {metric.name} of {metric.count} samples does not follow from "
+                    f"the {len(found)} samples here: the file is damaged, or of another run; "
+                    "evaluate again"
                 )
     return report, predictions
 

@@ -1,5 +1,5 @@
-"""The run: checks before it, requests to the server and to the source, timing, the gate's verdict.
+"""Run an evaluation: check options, send requests, time them and apply the gate.
 
-What a task asks and how an answer is scored is in `inference.evaluation.tasks`; pages and files are
-in `inference.evaluation.report`.
+`inference.evaluation.tasks` defines the requests and the scores, `inference.evaluation.report`
+writes pages and files.
 """

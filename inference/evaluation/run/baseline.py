@@ -1,4 +1,4 @@
-"""A baseline: a stored run that later ones must not fall behind."""
+"""A baseline: a stored run with which later runs are compared."""
 
 import json
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from inference.evaluation.task import Dataset, Metric, Prediction, Sample, Value
 
 _REMEDY = "record it again with evaluate.baseline=update."
 _SHOWN_SAMPLES = 3
-_KEPT = ("task", "index", "id", "group", "values")  # of a prediction in a baseline's own file
+_STORED_FIELDS = ("task", "index", "id", "group", "values")  # of a prediction in a baseline's file
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A run, or none; a baseline's own file is its report with the predictions in it."""
+    """A stored run, or an empty one; the file of a baseline is a report with predictions."""
 
     report: Report | None = None
     predictions: Sequence[Prediction] = ()
@@ -35,7 +35,7 @@ class Baseline:
 
     @property
     def source(self) -> str:
-        """The run that its figures come from, in words; empty where there is none."""
+        """The run of its metrics, in words; empty without one."""
         if self.report is None or not self.report.started_at:
             return "" if self.report is None else self.report.run_id
         return f"run {self.report.run_id} of {self.report.started_at}"
@@ -45,7 +45,7 @@ class Baseline:
         return {(each.task, each.id): each.values for each in self.predictions}
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
-        """Raise ValueError if it was measured on other samples, or scored by other rules."""
+        """Raise ValueError if it was measured on other samples, or by another version of a task."""
         tasks = () if self.report is None else self.report.tasks
         stored = next((each for each in tasks if each.name == task), None)
         if stored is None:
@@ -55,18 +55,18 @@ class Baseline:
                 f"the baseline ({self.source}) was scored by version {stored.version} of {task}, "
                 f"this run by {version}; {_REMEDY}"
             )
-        if not any(metric.scale for metric in stored.metrics):  # not by samples
-            recorded, mine = map(_drawn, (stored.dataset, dataset))
-            if recorded != mine:
+        if not any(metric.scale for metric in stored.metrics):  # it has no values by sample
+            recorded, current = map(_selection, (stored.dataset, dataset))
+            if recorded != current:
                 raise ValueError(
                     f"the baseline ({self.source}) was measured on other samples of {task}: data "
-                    f"set, limit and seed {recorded}, this run {mine}; {_REMEDY}"
+                    f"set, limit and seed {recorded}, this run {current}; {_REMEDY}"
                 )
             return
         ids = dict(zip(sample_ids(samples), samples, strict=True))
-        known = {own_id for name, own_id in self._values if name == task}
+        known = {sample_id for name, sample_id in self._values if name == task}
         missing = known - ids.keys()
-        added = [ids[each].index for each in ids if each not in known]
+        added = [sample.index for sample_id, sample in ids.items() if sample_id not in known]
         if missing or added:
             raise ValueError(
                 f"the baseline ({self.source}) was measured on other samples of {task}: "
@@ -76,7 +76,7 @@ class Baseline:
             )
 
     def problems(self, bounds: Bounds) -> list[str]:
-        """Return the relative bounds that cannot be applied against it."""
+        """Return the problems of relative bounds that cannot be applied to it."""
         found, metrics = [], self.metrics
         for name, bound in bounds.items():
             key = f"evaluate.gate.{name}.paired"
@@ -84,11 +84,11 @@ class Baseline:
                 known = ", ".join(metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
             elif bound.is_relative:
-                found += [f"{key}={each}" for each in unsuited(bound, metrics[name])]
+                found += [f"{key}={problem}" for problem in unsuited(bound, metrics[name])]
         return found
 
     def values(self, prediction: Prediction) -> dict[str, float]:
-        """Return the stored quantities of a sample that it has, too; none where it is not known."""
+        """Return the stored values of a prediction's quantities; empty if it is unknown."""
         stored = self._values.get((prediction.task, prediction.id), {})
         return {name: value for name, value in stored.items() if name in prediction.values}
 
@@ -98,36 +98,36 @@ def _some(values: Sequence[Any]) -> str:
     return shown + ", ..." * (len(values) > _SHOWN_SAMPLES)
 
 
-def _drawn(dataset: Dataset) -> tuple[str | int | None, ...]:
+def _selection(dataset: Dataset) -> tuple[str | int | None, ...]:
     return (dataset.sha256, dataset.limit, dataset.seed)
 
 
 def write_baseline(path: Path, report: Report, predictions: Sequence[Prediction]) -> Baseline:
-    """Write a run as a baseline: its figures and scores, without texts and facts of the machine."""
+    """Write a run as a baseline: metrics and scores, without texts and facts of the machine."""
     tasks = [
         replace(task, dataset=replace(task.dataset, path=task.dataset.name))
         for task in report.tasks
     ]
     facts = RunFacts(report.run.name)
-    own = Report(report.run_id, facts, report.started_at, report.seconds, tuple(tasks))
-    head = json.dumps(asdict(own), indent=1).removesuffix("[]\n}")
-    # A line for each sample, which version control compares.
-    kept = ({name: getattr(each, name) for name in _KEPT} for each in predictions)
-    rows = ",\n  ".join(map(json.dumps, kept))
+    stored = Report(report.run_id, facts, report.started_at, report.seconds, tuple(tasks))
+    head = json.dumps(asdict(stored), indent=1).removesuffix("[]\n}")
+    # One line for each sample, for diffs in version control.
+    samples = ({name: getattr(each, name) for name in _STORED_FIELDS} for each in predictions)
+    rows = ",\n  ".join(map(json.dumps, samples))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{head}[\n  {rows}\n ]\n}}\n")
-    return Baseline(own, predictions)
+    return Baseline(stored, predictions)
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a baseline's file, or an earlier report.json and its predictions.
+    """Read the file of a baseline, or a report.json with the predictions next to it.
 
     Raises:
-        ValueError: the file is not a run, or has no predictions.
+        ValueError: the file is not a report, or has no predictions.
     """
     values = json_object(path.read_bytes(), f"baseline {path}", remedy=_REMEDY)
     if "tasks" not in values:
-        raise ValueError(f"{path} is not a stored run, as earlier versions wrote none; {_REMEDY}")
+        raise ValueError(f"{path} is not a stored run (an earlier version's format?); {_REMEDY}")
     report, predictions = read_run(path)
     if not predictions:
         raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")

@@ -1,4 +1,4 @@
-"""Every problem of evaluation options that is visible before anything runs."""
+"""Check the options of an evaluation before anything runs."""
 
 import os
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ from inference.evaluation.tasks.served_folder import shape_problems
 
 
 def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]:
-    """Return the bounds that are none, or that can never be applied to what is measured."""
+    """Return the problems of bounds that are invalid, or on metrics that are not measured."""
     tasks = known_tasks(options)
     bounds, problems = parse_bounds(gate)
     known = [name for task in tasks for name in task.metric_names]
     grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
-    # The groups are seen in the data, so their bounds are checked when that was read.
-    whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
-    return problems + check_bounds(whole, known=known)
+    # Groups are known only from the data: `check_bounds_of_groups` checks their bounds.
+    ungrouped = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
+    return problems + check_bounds(ungrouped, known=known)
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
-    """Return every problem of the options that can be seen without a server, or an empty list.
+    """Return every problem of the options that can be found without a server.
 
-    Types and ranges are checked where the configuration is read. The messages use its names
+    Types and ranges are checked when the configuration is read. The messages use its keys
     (`evaluate.concurrency`).
     """
     problems = [
@@ -57,7 +57,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     bounds, _ = parse_bounds(options.gate)
     problems += check_gate(options.gate, options)
     problems += _check_baseline(options, bounds)
-    is_compared = any(each.is_relative for each in bounds.values())
+    is_compared = any(bound.is_relative for bound in bounds.values())
     if is_compared and find_spec("scipy") is None:
         problems.append(
             "comparing with a baseline needs the package scipy: pip install scipy, or leave "

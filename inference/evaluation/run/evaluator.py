@@ -41,9 +41,9 @@ from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     ProgressCallback,
     TaskRun,
-    asked_again,
     no_progress,
     run_task,
+    with_load_effect,
 )
 from inference.evaluation.task import EvaluationError, Ids, TextGenerator
 from inference.evaluation.tasks import known_tasks
@@ -61,16 +61,16 @@ def evaluate(
 ) -> Report:
     """Run the tasks against the server of `options.url`, write the report and return it.
 
-    `facts` are stated, not measured. A given `model` is asked in place of the server, such as an
-    engine in this process. A breached gate is part of the report (`report.gate.exit_code`), not
-    an error.
+    `facts` are stated by the caller, not measured. A `model`, such as an engine in this process,
+    replaces the server. A breached gate is part of the report (`report.gate.exit_code`), not an
+    error.
 
     Raises:
-        ValueError: options or data cannot be used; all problems of the options together.
+        ValueError: options or data cannot be used; lists all problems of the options.
         EvaluationError: the server did not answer every request.
 
-    An error raised after the options were checked is also written to junit.xml, unless an earlier
-    report is there.
+    An error that is raised after the check of the options is also written to junit.xml, unless an
+    earlier report exists.
     """
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
@@ -92,8 +92,8 @@ def _evaluate(
 ) -> Report:
     started_at, start = datetime.now(timezone.utc), time.perf_counter()
     if options.protocol == OPENAI and model is None:
-        asked = open_model(options)
-        options, model = within_abilities(options, asked.lacks), asked
+        opened = open_model(options)
+        options, model = within_abilities(options, opened.lacks), opened
     tasks = known_tasks(options)
     bounds, _ = parse_bounds(options.gate)
     prepared = [prepare_task(task) for task in tasks]
@@ -102,7 +102,7 @@ def _evaluate(
     baseline = stored_baseline(options, prepared)
     output_dir = Path(options.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    for name in FILE_NAMES:  # two reports are never mixed
+    for name in FILE_NAMES:  # files of two reports must not be mixed
         (output_dir / name).unlink(missing_ok=True)
     progress("connect", 0, 1)
     with nullcontext(model) if model is not None else connect(options) as served:
@@ -112,11 +112,11 @@ def _evaluate(
                 served,
                 concurrency=options.concurrency,
                 progress=progress,
-                is_kept=True,
+                is_resumable=True,
             )
             for each in prepared
         ]
-        runs = [asked_again(run, served, bounds) for run in runs]
+        runs = [with_load_effect(run, served, bounds) for run in runs]
         latency = _latency(options, served, runs, progress)
         served.check_unchanged()
     seconds = time.perf_counter() - start
@@ -149,13 +149,13 @@ def _latency(
     rows: Iterator[Ids] = (
         model.encode(sample.text) for run in runs for sample in run.prepared.samples
     )
-    if not runs:  # such as of an encoder, which may have no tokenizer
+    if not runs:  # for example an encoder, which may have no tokenizer
         rows = iter([range(getattr(served_architecture(options), "vocab_size", _ANY_IDS))])
     return measure_latency(model, rows, options, progress=progress)
 
 
 def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:
-    """Return a run with the way it was asked, and the baseline's values next to its own."""
+    """Return a run with the protocol of its requests and the baseline's values."""
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
@@ -163,7 +163,7 @@ def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> 
         kind = "chats with" if options.openai.chat else "completions of"
         through = f"{kind} {options.model or 'the only model'}, over OpenAI's protocol"
     if run.prepared.task.tally is not None:
-        through = f"requests that the task words itself, to {options.openai_url}"
+        through = f"the task's own requests, to {options.openai_url}"
     report = replace(
         run.report,
         through=through,
@@ -178,8 +178,8 @@ def _gated(
 ) -> Report:
     """Return the report with the gate applied.
 
-    A baseline that is to be updated is recorded only when every absolute bound holds; bounds
-    relative to it apply to later runs.
+    baseline=update records the baseline only if every absolute bound holds; relative bounds apply
+    to later runs.
     """
     path = None if options.baseline_path is None else Path(options.baseline_path)
     updated = path if options.baseline == "update" else None
@@ -201,7 +201,7 @@ def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> l
             metric,
             baseline=baseline.metrics.get(metric.name),
             pairs=pairs_of(metric, both),
-            moved=run.moved.get(metric.name, 0.0),
+            load_effect=run.load_effect.get(metric.name, 0.0),
             tier=ADVISORY if run.report.name in options.advisory else CRITICAL,
         )
         for metric in run.report.metrics
@@ -209,7 +209,7 @@ def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> l
 
 
 def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float) -> RunFacts:
-    """Return the facts with what is not there yet of the folder's and of this stage."""
+    """Return the facts, completed from the served folder and with the timing of this stage."""
     if options.served_dirs:
         facts = replace(facts, model_sha256=folder_sha256(*options.served_dirs))
     if (folder := options.weights_dir) is not None and (folder / CONFIG_NAME).is_file():
@@ -220,5 +220,5 @@ def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float)
         )
     if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
         return facts
-    own = StageTiming("evaluate", "running", seconds)
-    return replace(facts, stages=(*facts.stages, own))
+    this_stage = StageTiming("evaluate", "running", seconds)
+    return replace(facts, stages=(*facts.stages, this_stage))

@@ -1,10 +1,10 @@
-"""Latency and throughput through the running server, over shapes, batch sizes and concurrencies.
+"""Latency and throughput of the running server, over shapes, batch sizes and concurrencies.
 
-Every point is a closed loop: `concurrency` requests are in flight, each sent when the one before it
-was answered. Prompts are windows of the tasks' own tokens, so that the ids fit any vocabulary. The
-tokens of a streaming model are timed on arrival. For another model, the time to the first token is
-that of a request for one token, and the time of each further token is the rest of the median
-latency, divided evenly. An encoder is measured by the tokens in: its requests return hidden states.
+Every point is a closed loop: `concurrency` requests are in flight, and each answer triggers the
+next request. Prompts are windows of the tasks' tokens, so that the ids fit any vocabulary. Tokens
+of a streaming model are timed on arrival. For other models, the time to the first token is that of
+a request for one token, and the rest of the median latency is divided evenly among the further
+tokens. For an encoder, input tokens are counted: its requests return hidden states.
 """
 
 # Shapes: B rows, S tokens, H hidden width
@@ -21,7 +21,7 @@ import numpy as np
 
 from inference.evaluation.options import EvaluationOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
-from inference.evaluation.retry import no_retries_after_interrupt, patiently
+from inference.evaluation.retry import no_retries_after_interrupt, with_retries
 from inference.evaluation.run.task_run import ProgressCallback, no_progress
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import (
@@ -63,7 +63,7 @@ class Answered:
         durations_s: of each request, until its last answer.
         generated: tokens of all answers.
         seconds: from the first request to the last answer.
-        arrivals_s: of each request to a model that streams: when each token came.
+        arrivals_s: for a streaming model, the arrival of each token of each request.
     """
 
     durations_s: Sequence[float]
@@ -79,7 +79,7 @@ def measure_latency(
     *,
     progress: ProgressCallback = no_progress,
 ) -> tuple[LatencyPoint, ...]:
-    """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
+    """Measure every point of the options, with prompts cut from `tokens`.
 
     Raises:
         EvaluationError: a request failed.
@@ -112,14 +112,14 @@ def measure_latency(
 
 
 def _point(load: Load, one: Answered, answered: Answered) -> LatencyPoint:
-    """Return a point; `one` are the answers of one token that stand for the first in it."""
+    """Return a point; `one` are answers of one token, which give the time to the first token."""
     latency, generates_tokens = distribution(answered.durations_s), load.shape.output_len > 0
     requests, arrivals_s = len(answered.durations_s), answered.arrivals_s
     first_s, per_token_ms = one.durations_s, None
     if arrivals_s:
-        first_s = [each[0] for each in arrivals_s]
-        several = [each for each in arrivals_s if len(each) > 1]
-        steps_ms = [1000 * (each[-1] - each[0]) / (len(each) - 1) for each in several]
+        first_s = [times[0] for times in arrivals_s]
+        several = [times for times in arrivals_s if len(times) > 1]
+        steps_ms = [1000 * (times[-1] - times[0]) / (len(times) - 1) for times in several]
         per_token_ms = median(steps_ms) if steps_ms else None
     elif generates_tokens:
         further = answered.generated / (requests * load.batch_size) - 1
@@ -161,18 +161,18 @@ def cut_prompts(ids: Ids, *, input_len: int) -> tuple[TokenIds, ...]:
 
 def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answered:
     """Send the warm-up, then requests until enough are answered or the time is up."""
-    ask, latency = _asking(model, options, load), options.latency
-    for ticket in range(latency.warmup):
-        ask(ticket)
-    tickets = iter(range(latency.requests))  # shared: each is taken by one worker
+    send, latency = _sender(model, options, load), options.latency
+    for number in range(latency.warmup):
+        send(number)
+    numbers = iter(range(latency.requests))  # shared by the workers
     answered: list[tuple[float, int, list[float]]] = []
     start = time.perf_counter()
 
     def work() -> None:
-        for ticket in tickets:
-            if ticket and time.perf_counter() - start > latency.max_point_s:
+        for number in numbers:
+            if number and time.perf_counter() - start > latency.max_point_s:
                 return
-            answered.append(ask(ticket))
+            answered.append(send(number))
 
     with (
         no_retries_after_interrupt(),
@@ -180,8 +180,8 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
     ):
         workers = [pool.submit(work) for _ in range(load.concurrency)]
     seconds = time.perf_counter() - start
-    for each in workers:
-        each.result()  # raises what failed
+    for worker in workers:
+        worker.result()  # raises the error of a failed request
     return Answered(
         [duration for duration, _, _ in answered],
         sum(generated for _, generated, _ in answered),
@@ -190,12 +190,13 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
     )
 
 
-def _asking(
+def _sender(
     model: TextGenerator, options: EvaluationOptions, load: Load
 ) -> Callable[[int], tuple[float, int, list[float]]]:
-    """Return what sends one request: it gives its duration, the tokens, and when each came.
+    """Return a function that sends a load's request of some number.
 
-    The duration is that of the attempt that is answered.
+    It returns the duration of the answered attempt, the number of generated tokens, and their
+    arrival times (empty unless the model streams), in seconds.
     """
     rows, prompts, output_len = load.batch_size, load.prompts, load.shape.output_len
 
@@ -216,22 +217,22 @@ def _asking(
 
     tally = getattr(model, "tally", None) or Tally()
 
-    def ask(ticket: int) -> tuple[float, int, list[float]]:
-        batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
-        return patiently(lambda: once(batch), within_s=options.retry_s, tally=tally)
+    def send(number: int) -> tuple[float, int, list[float]]:
+        batch = [prompts[(number * rows + row) % len(prompts)] for row in range(rows)]
+        return with_retries(lambda: once(batch), within_s=options.retry_s, tally=tally)
 
-    return ask
+    return send
 
 
 def encoder_request(
     rows: Sequence[Ids], names: Collection[str], options: EvaluationOptions
 ) -> RequestTensors:
-    """Return the request of an encoder for rows of equal length.
+    """Return a request to an encoder for rows of equal length.
 
-    An encoder that takes embeddings (B, S, H) gets random ones: the time does not depend on them.
+    An encoder that takes embeddings (B, S, H) gets random ones: its time does not depend on them.
 
     Raises:
-        EvaluationError: it takes embeddings, and their width is not known.
+        EvaluationError: it takes embeddings of unknown width.
     """
     lengths = [[len(row)] for row in rows]
     if "input_hidden_state" not in names:

@@ -1,8 +1,8 @@
-"""A model at a server of OpenAI's protocol, as tasks see it.
+"""A TextGenerator on top of a server of OpenAI's protocol.
 
-Servers differ in what they answer, and some ignore a parameter without an error. Each ability that
-a metric needs is therefore tried once, on a short text, before the first sample; a parameter is
-left out where the server refuses it.
+Servers differ in their answers, and some silently ignore a parameter. Before the first sample, each
+ability that a metric needs is therefore tried on a short text, and parameters that the server
+refuses are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inference.evaluation.task import (
     Completion,
     EvaluationError,
     Ids,
-    ImpossibleFigureError,
+    ImplausibleAnswerError,
     RequestFailedError,
     RequestTensors,
     Tally,
@@ -42,40 +42,41 @@ from inference.evaluation.task import (
 if TYPE_CHECKING:
     from inference.backend.tokenizer import Tokenizer
 
-UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens is known
+UNKNOWN_TOKEN = -1  # a token of an answer as text, of which only the number of tokens is known
 # Parameters that a server may refuse.
 _EXTRAS = {"return_token_ids": True, **NEUTRAL}
-# vLLM's permission has an id of its own each time; a router loads a model when it is asked.
-_OF_THE_MOMENT = ("created", "permission", "status", "state")
+# Fields of a listed model that change: vLLM's permission has a new id each time, and a router loads
+# a model on request.
+_VOLATILE = ("created", "permission", "status", "state")
 
 
 def _text(choice: Table, message: str = "message") -> str:
-    """Return the text of a choice, which stands in a message where it is of a chat."""
+    """Return the text of a choice; in a chat it is the content of a message."""
     found = choice.get(message)
     text = found.get("content") if isinstance(found, dict) else choice.get("text")
     if not isinstance(text, str):
-        raise RequestFailedError("an answer without text")
+        raise RequestFailedError("the server's answer has no text")
     return text
 
 
 def _answer_ids(answer: Table, row: int = 0) -> TokenIds | None:
     ids = choices_of(answer)[row].get("token_ids")
-    if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
         return None
     return tuple(ids)
 
 
 @dataclass(frozen=True)
 class OpenAIModel(TextGenerator):
-    """Meets TextGenerator over a client of OpenAI's protocol, within what its server can do.
+    """A model at a server of OpenAI's protocol, with the server's abilities.
 
     Attributes:
-        extras: parameters beyond OpenAI's that it takes.
+        extras: parameters beyond OpenAI's that the server accepts.
         takes_ids: prompts may be token ids.
-        gives_ids: answers come with their token ids.
-        scores: the log probabilities of a prompt's tokens come with `echo`.
-        streams: answers come in events.
-        listed: what the server's list said of the model at the start.
+        gives_ids: answers have their token ids.
+        scores: `echo` returns the log probabilities of a prompt's tokens.
+        streams: answers arrive in several events.
+        listed: the model's entry in the server's list at the start.
     """
 
     client: OpenAIClient
@@ -89,26 +90,26 @@ class OpenAIModel(TextGenerator):
     listed: Table = field(default_factory=dict)
 
     def check_unchanged(self) -> None:
-        """Raise ImpossibleFigureError if the server's list says other things of the model now."""
+        """Raise ImplausibleAnswerError if the model's entry in the server's list has changed."""
         now = _listed(self.client, self.model)
         if any(now[key] != self.listed[key] for key in now.keys() & self.listed.keys()):
-            raise ImpossibleFigureError(
-                f"{self.client.url} serves another model than at the start: {now}, then "
-                f"{self.listed}."
+            raise ImplausibleAnswerError(
+                f"{self.client.url} serves another model than at the start: now {now}, at the "
+                f"start {self.listed}."
             )
 
     @property
     def tally(self) -> Tally:
-        """The ends of its answers."""
+        """The outcomes of its requests."""
         return self.client.tally
 
     @property
     def lacks(self) -> dict[str, str]:
-        """The abilities that metrics may need and the server lacks, with the reason."""
+        """The abilities that the server lacks, each with the reason."""
         found = {TENSORS: "the protocol has no tensors"}
         if not (self.takes_ids and self.gives_ids):
-            which = "takes" if not self.takes_ids else "returns"
-            found[TOKEN_IDS] = f"the server {which} no token ids"
+            verb = "takes" if not self.takes_ids else "returns"
+            found[TOKEN_IDS] = f"the server {verb} no token ids"
         if not self.scores:
             found[LOG_PROBS] = "the server returns no log probabilities of prompts (echo, logprobs)"
         return found
@@ -126,7 +127,7 @@ class OpenAIModel(TextGenerator):
         ids = self.encode(prompt)
         answer = self.client.complete(self.body(self._prompt(ids, prompt), output_len))
         counted = usage_count(answer, "prompt_tokens")
-        if counted is not None and counted < len(ids):  # text may get special tokens
+        if counted is not None and counted < len(ids):  # servers may add special tokens to text
             self.client.check_count(counted, len(ids))
         return Completion(
             text=_text(choices_of(answer)[0]),
@@ -151,9 +152,9 @@ class OpenAIModel(TextGenerator):
         output_len: int,
         each_frame: Callable[[], None] | None = None,
     ) -> list[TokenIds]:
-        """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text."""
+        """Return the greedy tokens after each row; UNKNOWN_TOKEN if they arrive as text."""
         prompts = [self._prompt(row) for row in rows]
-        if self.client.chat and len(rows) > 1:  # a chat is one row
+        if self.client.chat and len(rows) > 1:  # a chat request has one row
             return [
                 self.complete_rows([row], output_len=output_len, each_frame=each_frame)[0]
                 for row in rows
@@ -176,12 +177,12 @@ class OpenAIModel(TextGenerator):
                 ids += _answer_ids(event) or ()
             found = usage_count(event, "completion_tokens")
             count = count if found is None else found
-        if not frames:  # text of parts of characters, or none: it arrived with the end
+        if not frames:  # no event had text, for example of incomplete characters: time the end
             each_frame()
         return tuple(ids) or (UNKNOWN_TOKEN,) * (frames if count is None else count)
 
     def context_log_prob(self, input_ids: Ids) -> float:
-        """Return the natural log probability of `input_ids`, the first token given."""
+        """Return the natural log probability of `input_ids` after their first token."""
         body = self.body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
         scores = prompt_scores(choices_of(self.client.complete(body))[0], len(input_ids))
         if scores is None:
@@ -195,11 +196,11 @@ class OpenAIModel(TextGenerator):
 
     def body(self, prompt: Any, output_len: int) -> dict[str, Any]:
         """Return the request for the greedy tokens after a prompt."""
-        return {**self.client.asking(self.model, prompt, output_len), **self.extras}
+        return {**self.client.greedy_request(self.model, prompt, output_len), **self.extras}
 
 
 def _has_text(event: Table) -> bool:
-    """Return whether an event of a stream brings a part of the answer."""
+    """Return whether an event of a stream has a part of the answer."""
     choices = choices_of(event)
     if not choices:
         return False
@@ -209,9 +210,9 @@ def _has_text(event: Table) -> bool:
 
 
 def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
-    """Return what a server lists of a model, without what is new each time or is its state.
+    """Return a model's entry in the server's list, without volatile fields.
 
-    Nothing where the model was named, and there is no list or it is not in it.
+    Empty if the model was named and the server does not list it, or has no list.
     """
     try:
         found = listed_model(client, name)
@@ -219,14 +220,14 @@ def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
         if name is None:
             raise
         return {}
-    return {key: each for key, each in found.items() if key not in _OF_THE_MOMENT}
+    return {key: value for key, value in found.items() if key not in _VOLATILE}
 
 
 def open_model(options: EvaluationOptions) -> OpenAIModel:
-    """Return the model at `options.url`, with what its server was found to be able to do.
+    """Return the model at `options.url`, with the abilities of its server.
 
     Raises:
-        EvaluationError: nothing answers there, or the model or its tokenizer is unknown.
+        EvaluationError: no server answers there, or the model or its tokenizer is unknown.
     """
     from inference.backend.tokenizer import load_tokenizer
 
@@ -234,7 +235,7 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
     if options.tokenizer_dir is None:
         raise EvaluationError(
             "evaluate.protocol=openai needs the model's tokenizer: set evaluate.tokenizer to its "
-            "folder, such as the one that is served."
+            "folder, such as the served folder."
         )
     try:
         listed = _listed(client, options.model)
@@ -248,19 +249,21 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
 
 
 def _probed(model: OpenAIModel) -> OpenAIModel:
-    """Return a model with what its server is found to be able to do.
+    """Return a model with the abilities that requests to its server show.
 
     Raises:
-        RequestFailedError: It does not complete a plain text.
+        RequestFailedError: the server does not complete a plain text.
     """
     client, plain = model.client, model.body(PROBE, 3)
-    _text(choices_of(client.patient(plain, lost_too=False))[0])
-    extras = client.accepted(plain, _EXTRAS)
-    given = client.taken(plain | extras)
+    _text(choices_of(client.complete_with_retries(plain, lost_too=False))[0])
+    extras = client.accepted_parameters(plain, _EXTRAS)
+    answer = client.complete_or_none(plain | extras)
     ids = list(model.encode(PROBE))
-    takes_ids = not client.chat and client.taken({**plain, **extras, "prompt": ids}) is not None
+    takes_ids = (
+        not client.chat and client.complete_or_none({**plain, **extras, "prompt": ids}) is not None
+    )
     echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-    echoed = client.taken(echo) if takes_ids else None
+    echoed = client.complete_or_none(echo) if takes_ids else None
     try:
         streams = sum(map(_has_text, client.stream({**plain, **extras}))) > 1
     except RequestFailedError:
@@ -269,7 +272,7 @@ def _probed(model: OpenAIModel) -> OpenAIModel:
         model,
         extras=extras,
         takes_ids=takes_ids,
-        gives_ids=given is not None and _answer_ids(given) is not None,
+        gives_ids=answer is not None and _answer_ids(answer) is not None,
         scores=echoed is not None and prompt_scores(choices_of(echoed)[0], len(ids)) is not None,
         streams=streams,
     )

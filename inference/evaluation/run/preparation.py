@@ -1,4 +1,4 @@
-"""Before the first request: abilities of the server, data and the baseline."""
+"""Prepare an evaluation before its first request: the server's abilities, data and baseline."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> EvaluationOptions:
-    """Return the options without metrics and tasks that need what a server lacks.
+    """Return the options without the metrics and tasks that the server cannot answer.
 
-    `lacks` has each ability that the server lacks, with the reason.
+    `lacks` maps each ability that the server lacks to the reason.
 
     Raises:
-        EvaluationError: nothing is left, or a bound is on what is left out.
+        EvaluationError: no task is left, or a bound is on a metric that is left out.
     """
     tasks = known_tasks(options)
     left_out = {
@@ -29,21 +29,21 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
         for name in task.metric_names
         if task.needs.get(name) in lacks
     }
-    kept = [task.name for task in tasks if not {*task.metric_names} <= left_out.keys()]
+    remaining = [task.name for task in tasks if not {*task.metric_names} <= left_out.keys()]
     bounds, _ = parse_bounds(options.gate)
     problems = [
-        f"evaluate.gate.{name} bounds what the server cannot answer: {left_out[name]}."
+        f"evaluate.gate.{name} is on a metric that is left out: {left_out[name]}; remove it."
         for name in bounds
         if name in left_out
     ]
     sentences = tuple(f"{metric} is left out: {reason}" for metric, reason in left_out.items())
-    if not kept:
+    if not remaining:
         problems += ["nothing that evaluate.tasks asks for can be measured:", *sentences]
     if problems:
         raise EvaluationError("\n".join(problems))
     for sentence in sentences:
         logger.warning(sentence)
-    return replace(options, tasks=kept, lacks=tuple(lacks), left_out=sentences)
+    return replace(options, tasks=remaining, lacks=tuple(lacks), left_out=sentences)
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ class Prepared:
 
 
 def prepare_task(task: Task) -> Prepared:
-    """Read the data of a task. Raises ValueError if it cannot be used."""
+    """Read the data of a task.
+
+    Raises:
+        ValueError: the data cannot be used.
+    """
     return Prepared(task, *task.prepare())
 
 
 def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list[str]:
-    """Return the bounds of metrics that the data turned out not to have."""
+    """Return the problems of bounds on metrics that the data does not have."""
     known = [
         f"{name}{end}"
         for each in prepared
@@ -72,7 +76,11 @@ def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list
 
 
 def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline:
-    """Return the baseline to compare with, if any. Raises ValueError if it is of other samples."""
+    """Return the baseline to compare with; an empty one if none is configured.
+
+    Raises:
+        ValueError: it was measured on other samples.
+    """
     if options.baseline != "compare" or options.baseline_path is None:
         return Baseline()
     baseline = read_baseline(Path(options.baseline_path))

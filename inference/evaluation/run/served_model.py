@@ -1,4 +1,4 @@
-"""A model that Triton serves as tasks see it: ids through the model, text through the ensemble.
+"""A TextGenerator on top of Triton's protocols: ids go to the model, text to the ensemble.
 
 Requests follow the serving contract (names, types and shapes).
 """
@@ -18,16 +18,16 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.evaluation.openai_client import is_lost, is_put_off
+from inference.evaluation.openai_client import is_lost, is_retryable
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
 from inference.evaluation.task import (
     Completion,
     EvaluationError,
     Ids,
-    PutOffError,
     RequestFailedError,
     RequestTensors,
+    RetryableError,
     Tally,
     TextGenerator,
     TokenIds,
@@ -36,8 +36,8 @@ from inference.evaluation.tasks.served_folder import read_served
 from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
-_REMEMBERED = 4096  # texts that were encoded lately
-_UNAVAILABLE = "StatusCode.UNAVAILABLE"  # of gRPC: a full queue, a server that stops, or none
+_CACHED_TEXTS = 4096  # encoded texts
+_UNAVAILABLE = "StatusCode.UNAVAILABLE"  # of gRPC: a full queue, a server that stops, or no server
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _SCORING = GREEDY_WITH_LOG_PROBS | {"is_return_context_cum_log_probs": np.array([[True]])}
 
@@ -49,9 +49,9 @@ def ask(
     *names: str,
     each_frame: Callable[[], None] | None = None,
 ) -> Outputs:
-    """Send one request and return the outputs called `names`; of a stream, the last of them.
+    """Send one request and return the outputs `names`; for a stream, those of the last response.
 
-    `each_frame` is called for every response of a model that streams, as it comes.
+    `each_frame` is called when a response of a streaming model arrives.
 
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
@@ -66,21 +66,21 @@ def ask(
                 found = frame
     except (InferenceServerException, OSError) as error:
         status = str(error.status()) if isinstance(error, InferenceServerException) else ""
-        is_busy = status == _UNAVAILABLE or (status.isdecimal() and is_put_off(int(status)))
+        is_busy = status == _UNAVAILABLE or (status.isdecimal() and is_retryable(int(status)))
         if is_busy or is_lost(error):
-            raise PutOffError(f"{model}: {error}", is_lost=is_lost(error)) from error
+            raise RetryableError(f"{model}: {error}", is_lost=is_lost(error)) from error
         raise RequestFailedError(f"{model}: {error}") from error
     if missing := [name for name in names if name not in found]:
-        raise RequestFailedError(f"{model}: an answer without {', '.join(missing)}")
+        raise RequestFailedError(f"{model}: the answer lacks {', '.join(missing)}")
     return found
 
 
 class ServedTokenizer:
-    """The server's own preprocessing and postprocessing; what was asked lately is remembered."""
+    """The server's preprocessing and postprocessing models, with a cache of encoded texts."""
 
     def __init__(self, client: TritonClient) -> None:
         self._client = client
-        self.encode = lru_cache(maxsize=_REMEMBERED)(self._encode)
+        self.encode = lru_cache(maxsize=_CACHED_TEXTS)(self._encode)
 
     def _encode(self, text: str) -> TokenIds:
         inputs = {
@@ -94,7 +94,7 @@ class ServedTokenizer:
         return tuple(outputs["INPUT_ID"][0, :count].tolist())
 
     def decode(self, ids: Ids) -> str:
-        """Return the text of token ids; end tokens at the end give no text."""
+        """Return the text of token ids, without end tokens at the end."""
         declared = self._client.input_types("postprocessing")["TOKENS_BATCH"]
         inputs = {"TOKENS_BATCH": as_tensor([[ids]], declared)}
         outputs = ask(self._client, "postprocessing", inputs, "OUTPUT")
@@ -103,7 +103,7 @@ class ServedTokenizer:
 
 @dataclass(frozen=True)
 class ServedModel(TextGenerator):
-    """Meets TextGenerator over a Triton client.
+    """A model of a Triton server.
 
     `end_ids` are the tokens that end answers.
     """
@@ -126,7 +126,7 @@ class ServedModel(TextGenerator):
 
     @property
     def streams(self) -> bool:
-        """Return whether answers to token ids come token by token."""
+        """Return whether answers to token ids arrive token by token."""
         return self.client.streams(self.model_name)
 
     def encode(self, text: str) -> TokenIds:
@@ -142,11 +142,11 @@ class ServedModel(TextGenerator):
         return self.decode([*takewhile(lambda token: token not in self.end_ids, ids)])
 
     def complete_text(self, prompt: str, *, output_len: int) -> Completion:
-        """Return the greedy continuation as text, asked through the ensemble if there is one."""
+        """Return the greedy continuation as text, through the ensemble if there is one."""
         if self.ensemble_name is None and self.is_encoder_decoder:
             raise RequestFailedError(
-                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
-                "as it was trained; export it with export.triton_deployment.ensemble=true."
+                f"{self.model_name} is an encoder-decoder model: only the ensemble ends prompts as "
+                "in training; export it with export.triton_deployment.ensemble=true."
             )
         if self.ensemble_name is None:
             return super().complete_text(prompt, output_len=output_len)
@@ -169,8 +169,8 @@ class ServedModel(TextGenerator):
     def _answer(self, text: str, prompt: str) -> str:
         """Return `text` without the prompt, which ensembles repeat by default.
 
-        Tokenizers that change what they encode repeat it as they would decode it. An
-        encoder-decoder model answers with its own tokens only.
+        A tokenizer that does not preserve text repeats the prompt as decoded. An encoder-decoder
+        model does not repeat it.
         """
         if self.is_encoder_decoder:
             return text
@@ -192,50 +192,50 @@ class ServedModel(TextGenerator):
         tensors: RequestTensors | None = None,
         each_frame: Callable[[], None] | None = None,
     ) -> list[TokenIds]:
-        """Return the greedy tokens after each row, up to the end token, asked in one request.
+        """Return the greedy tokens after each row, up to the end token, from one request.
 
-        `each_frame` is called for every response of a model that streams, as it comes.
+        `each_frame` is called when a response of a streaming model arrives.
         """
         has_encoder = self.is_encoder_decoder
-        given = self._typed(tensors or {})
+        extra = self._typed(tensors or {})
         inputs = generation_request(rows, output_len, has_encoder=has_encoder)
         inputs |= {
             name: np.repeat(array.reshape(1, *(array.shape or (1,))), len(rows), axis=0)
-            for name, array in given.items()
+            for name, array in extra.items()
         }
         names = ["output_ids", "sequence_length"]
         if not has_encoder and {"request_prompt_embedding", "prompt_learning_task_name_ids"} & {
-            *given
+            *extra
         }:
             names.append("response_input_lengths")
         outputs = ask(self.client, self.model_name, inputs, *names, each_frame=each_frame)
         found = answers(rows, outputs, has_encoder=has_encoder)
-        for each in found:
-            self._count(len(each), output_len)
+        for answer in found:
+            self._count(len(answer), output_len)
         return found
 
     def _count(self, length: int, output_len: int) -> None:
-        """Count how an answer ended: before its length, by the model's end token."""
+        """Count an answer; one below the requested length was ended by the model."""
         self.tally.count("stop" if length < output_len else "length")
 
     def _typed(self, tensors: RequestTensors) -> Outputs:
-        """Return values and arrays in the types that the model declares.
+        """Convert values and arrays to the types that the model declares.
 
         Raises:
-            RequestFailedError: it does not take them all.
+            RequestFailedError: the model lacks an input.
         """
         if unknown := [name for name in tensors if name not in self._types]:
-            raise RequestFailedError(f"{self.model_name} takes no input {', '.join(unknown)}.")
+            raise RequestFailedError(f"{self.model_name} has no input {', '.join(unknown)}.")
         return {
             name: np.asarray(value, triton_to_np_dtype(self._types[name]))
             for name, value in tensors.items()
         }
 
     def context_log_prob(self, input_ids: Ids) -> float:
-        """Return the natural log probability of `input_ids`, the first token given."""
+        """Return the natural log probability of `input_ids` after their first token."""
         inputs = generation_request([input_ids], 1, _SCORING, has_encoder=self.is_encoder_decoder)
         outputs = ask(self.client, self.model_name, inputs, *_LOG_PROBS)
-        # The sum also holds the generated tokens.
+        # The sum includes the generated tokens.
         return float(outputs["cum_log_probs"].reshape(-1)[0]) - math.fsum(
             outputs["output_log_probs"].ravel().tolist()
         )
@@ -251,10 +251,10 @@ class ServedModel(TextGenerator):
 
 @contextmanager
 def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
-    """Yield the Triton model served at `options.url`, connected.
+    """Connect to the Triton model at `options.url`, and yield it.
 
     Raises:
-        EvaluationError: nothing answers there, or it is not ready.
+        EvaluationError: no server answers there, or the model is not ready.
     """
     with TritonClient(
         options.url,
@@ -264,7 +264,7 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
     ) as client:
         _check_ready(client, options)
         tokenizer: Tokenizer | ServedTokenizer = ServedTokenizer(client)
-        # An encoder may have none, and no task asks it.
+        # An encoder may have no tokenizer, and needs none without tasks.
         if (folder := options.tokenizer_dir) is not None and (
             options.tasks or find_tokenizer(folder) is not None
         ):
@@ -280,14 +280,14 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
 
 
 def served_checkpoint(options: EvaluationOptions, url: str) -> str:
-    """Return the hash of the weights that a server serves, "" where it does not say.
+    """Return the hash of the weights that a server serves; empty if it does not state one.
 
     Args:
-        options: The model's name, and what a server asks of its clients.
-        url: Its address for HTTP.
+        options: the model's name, and the credentials.
+        url: the server's HTTP address.
 
     Raises:
-        EvaluationError: It does not answer.
+        EvaluationError: the server does not answer.
     """
     try:
         with TritonClient(
@@ -299,7 +299,7 @@ def served_checkpoint(options: EvaluationOptions, url: str) -> str:
             return client.parameters(options.model_name).get("slipway_checkpoint", "")
     except (InferenceServerException, OSError) as error:
         raise EvaluationError(
-            f"the server at {url} does not say what it serves: {error}"
+            f"the server at {url} does not describe {options.model_name}: {error}"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _end_ids(folder: Path | None, end_id: int | None) -> TokenIds:
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
-    """Raise EvaluationError if a model that will be asked is not ready."""
+    """Raise EvaluationError if the model or the ensemble is not ready."""
     if not client.is_ready():
         raise EvaluationError(
             f"no ready server answers {options.protocol} requests at {options.url}; start one "

@@ -1,7 +1,7 @@
-"""Ask a model every sample of a task, many at a time, and sum the scores up.
+"""Evaluate all samples of a task concurrently, and compute its metrics.
 
-A request that fails is never dropped: the samples that could not be evaluated are named, and the
-run fails, since a figure over the rest would be another figure.
+A failed request is never dropped: the run fails and names the samples that could not be evaluated,
+because a metric over the others would be another metric.
 """
 
 import math
@@ -27,7 +27,7 @@ from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     EvaluationError,
-    ImpossibleFigureError,
+    ImplausibleAnswerError,
     Metric,
     Prediction,
     RequestFailedError,
@@ -38,14 +38,14 @@ from inference.evaluation.task import (
     sample_ids,
 )
 
-_MAX_FAILURES = 20  # failed samples after which the server counts as gone
+_MAX_FAILURES = 20  # failed samples after which the run stops, because the server seems gone
 _SHOWN_SAMPLES = 5
-_UPDATES = 200  # of the progress of a task
-_ASKED_AGAIN = 16
-_ROUNDING = 1e-3  # of a perplexity of 1, which a sum of log probabilities may leave
+_UPDATES = 200  # progress reports of a task
+_REPEATED_SAMPLES = 16
+_ROUNDING = 1e-3  # a perplexity may be so far below 1 by the rounding of log probabilities
 
 
-# Called with what is being done, and how many samples (or latency points) are done, of how many.
+# Called with the current phase, the finished samples (or latency points) and their total.
 ProgressCallback = Callable[[str, int, int], None]
 
 
@@ -58,13 +58,13 @@ class TaskRun:
     """A finished task: its report and every prediction, in the order of the samples.
 
     Attributes:
-        moved: the change of each metric over samples that were asked again.
+        load_effect: metric -> its change over the samples that were repeated without load.
     """
 
     prepared: Prepared
     report: TaskReport
     predictions: tuple[Prediction, ...]
-    moved: dict[str, float] = field(default_factory=dict)
+    load_effect: dict[str, float] = field(default_factory=dict)
 
 
 def run_task(
@@ -73,21 +73,21 @@ def run_task(
     *,
     concurrency: int,
     progress: ProgressCallback = no_progress,
-    is_kept: bool = False,
+    is_resumable: bool = False,
 ) -> TaskRun:
-    """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
+    """Evaluate a task on its prepared data, with up to `concurrency` samples in flight.
 
-    Answers that `is_kept` keeps next to the report, and those that an earlier run has left, are not
-    asked for again.
+    With `is_resumable`, answers are journaled next to the report, and those of an interrupted run
+    are reused.
 
     Raises:
-        EvaluationError: at least one sample could not be evaluated, or a figure cannot be.
+        EvaluationError: a sample could not be evaluated, or a metric has an impossible value.
     """
     task, samples = prepared.task, prepared.samples
     task.start()
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
     answers = None
-    if is_kept and task.tally is None:
+    if is_resumable and task.tally is None:
         journal = answer_journal(task, prepared.dataset, samples)
         answers = Answers(journal, ("values", "answer"), again=SAMPLES_AGAIN)
 
@@ -102,12 +102,12 @@ def run_task(
     if task.tally is not None:
         requests = replace(requests, **{name: task.tally.counts()[name] for name in Tally.NAMES})
     predictions = tuple(
-        replace(each, id=own_id) for each, own_id in zip(found, sample_ids(samples), strict=True)
+        replace(each, id=id_) for each, id_ in zip(found, sample_ids(samples), strict=True)
     )
     metrics = task.metrics(predictions)
     for metric in metrics:
-        if problem := impossible(metric):
-            raise ImpossibleFigureError(f"{metric.name} = {metric.value:g}: {problem}")
+        if problem := plausibility_problem(metric):
+            raise ImplausibleAnswerError(f"{metric.name} = {metric.value:g}: {problem}")
     reused = task.reused or (answers.reused if answers else 0)
     noun = "requests" if task.reused else "samples"
     report = TaskReport(
@@ -129,41 +129,43 @@ def _ask_all(
     concurrency: int,
     progress: ProgressCallback,
 ) -> list[Prediction]:
-    """Return every sample as answered, in their order; few samples are submitted ahead.
+    """Return the prediction of every sample, in their order.
+
+    Only twice as many samples as `concurrency` are submitted at a time.
 
     Raises:
         EvaluationError: a sample could not be evaluated.
     """
     answered: dict[int, Prediction] = {}
     failures: list[tuple[int, RequestFailedError]] = []
-    right: dict[str, float] = defaultdict(float)
+    correct: dict[str, float] = defaultdict(float)
     progress(task, 0, len(samples))
-    waiting = iter(samples)
-    asked: dict[Future[Prediction], int] = {}
+    remaining = iter(samples)
+    in_flight: dict[Future[Prediction], int] = {}
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="evaluate")
     with ExitStack() as stack:
         stack.callback(threads.shutdown, cancel_futures=True)
         stack.enter_context(no_retries_after_interrupt())
         while len(failures) < _MAX_FAILURES:
-            for sample in islice(waiting, 2 * concurrency - len(asked)):
-                asked[threads.submit(ask, sample)] = sample.index
-            if not asked:
+            for sample in islice(remaining, 2 * concurrency - len(in_flight)):
+                in_flight[threads.submit(ask, sample)] = sample.index
+            if not in_flight:
                 break
-            for future in wait(asked, return_when=FIRST_COMPLETED).done:
-                index, error = asked.pop(future), future.exception()
+            for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
+                index, error = in_flight.pop(future), future.exception()
                 if isinstance(error, RequestFailedError):
                     failures.append((index, error))
                 else:
                     answered[index] = future.result()
                     for name, value in answered[index].values.items():
                         if value in (0.0, 1.0):
-                            right[name] += value
+                            correct[name] += value
                 done = len(answered) + len(failures)
-                # The accuracies so far make a phase, and every new phase is written.
+                # Accuracies are part of the phase, and each new phase is logged: report rarely.
                 if done == len(samples) or done % max(1, len(samples) // _UPDATES) == 0:
                     shares = (
-                        f" {name.removeprefix(f'{task}_')} {each / len(answered):.1%}"
-                        for name, each in right.items()
+                        f" {name.removeprefix(f'{task}_')} {count / len(answered):.1%}"
+                        for name, count in correct.items()
                     )
                     progress(task + "".join(shares), done, len(samples))
                 if len(failures) == _MAX_FAILURES:
@@ -178,28 +180,28 @@ def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:
     score = task.score(sample, model)
     for name, value in score.values.items():
         if not math.isfinite(value):
-            raise ImpossibleFigureError(
+            raise ImplausibleAnswerError(
                 f"{task.name}, sample {sample.index}: {name} is {value}: a score is a finite number"
             )
     return Prediction(
         task=task.name,
         index=sample.index,
-        text=_whole(sample.text),
-        target=_whole(sample.target),
-        answer=_whole(score.answer),
+        text=_without_surrogates(sample.text),
+        target=_without_surrogates(sample.target),
+        answer=_without_surrogates(score.answer),
         values=dict(score.values),
         seconds=time.perf_counter() - start,
         group=sample.group,
     )
 
 
-def _whole(text: str) -> str:
-    """Return text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+def _without_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which JSON can hold and UTF-8 cannot."""
     return text.encode(errors="replace").decode()
 
 
-def impossible(metric: Metric) -> str:
-    """Return why no model can have such a figure; empty where one can."""
+def plausibility_problem(metric: Metric) -> str:
+    """Return why a metric's value is impossible; empty if it is possible."""
     value = metric.value
     if not math.isfinite(value):
         return "it is not a number"
@@ -213,47 +215,49 @@ def impossible(metric: Metric) -> str:
 def _failure_message(
     task: str, total: int, answered: int, failures: Sequence[tuple[int, RequestFailedError]]
 ) -> str:
-    """Return what failed, each reason once with the samples it concerns."""
+    """Return the message about failed samples, with each reason once."""
     reasons: dict[str, list[int]] = {}
     for index, error in sorted(failures, key=itemgetter(0)):
         reasons.setdefault(str(error), []).append(index)
     lines = [
         f"{task}: {len(failures)} of {total} samples could not be evaluated, {answered} were "
-        "answered; no figure is reported, since it would not be over the whole data set."
+        "answered; no metric is reported, because it would not be over the whole data set."
     ]
     for reason, indices in reasons.items():
         shown = ", ".join(map(str, indices[:_SHOWN_SAMPLES]))
         more = f" and {len(indices) - _SHOWN_SAMPLES} more" * (len(indices) > _SHOWN_SAMPLES)
         lines.append(f"  sample{'s' * (len(indices) > 1)} {shown}{more}: {reason}")
     lines.append(
-        "The server's log has more; evaluate.request_timeout_s, evaluate.retry_s and "
-        "evaluate.concurrency set how patient and how busy the client is. The same command goes on "
-        "with the samples that are left."
+        "The server's log has more. Raise evaluate.request_timeout_s or evaluate.retry_s, or lower "
+        "evaluate.concurrency, if the server is overloaded. The same command resumes with the "
+        "remaining samples."
     )
     return "\n".join(lines)
 
 
-def asked_again(run: TaskRun, model: TextGenerator, bounds: Bounds) -> TaskRun:
-    """Return a run with what the load moves, where a bound compares a mean over its samples.
+def with_load_effect(run: TaskRun, model: TextGenerator, bounds: Bounds) -> TaskRun:
+    """Repeat some samples one at a time, and return the run with the effect of the server's load.
 
-    Only metrics of other scores than 0 and 1 are known so well by a few samples.
+    This is done only if a bound compares a mean over samples with the baseline. Metrics of scores 0
+    and 1 get no effect, because a few samples do not determine it.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
     report, task, samples = run.report, run.prepared.task, run.prepared.samples
     if not any(metric.scale and metric.name in compared for metric in report.metrics):
         return run
-    chosen = range(0, len(samples), max(1, len(samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
+    stride = max(1, len(samples) // _REPEATED_SAMPLES)
+    chosen = range(0, len(samples), stride)[:_REPEATED_SAMPLES]
     both = [(run.predictions[index], task.score(samples[index], model).values) for index in chosen]
     changed = sum(first.values != again for first, again in both)
-    moved, note = {}, "gave the same digits"
+    load_effect, note = {}, "gave the same digits"
     if changed:
         pairs = {metric: pairs_of(metric, both) for metric in report.metrics}
         drops = {
-            metric: abs(check_drop(own, 0.0, confidence=0.95).drop)
-            for metric, own in pairs.items()
-            if own is not None and not own.is_binary
+            metric: abs(check_drop(found, 0.0, confidence=0.95).drop)
+            for metric, found in pairs.items()
+            if found is not None and not found.is_binary
         }
-        moved = {metric.name: drop for metric, drop in drops.items()}
+        load_effect = {metric.name: drop for metric, drop in drops.items()}
         figures = ", ".join(
             f"{metric.name} by {amount_text(drop, metric.unit)}" for metric, drop in drops.items()
         )
@@ -264,4 +268,4 @@ def asked_again(run: TaskRun, model: TextGenerator, bounds: Bounds) -> TaskRun:
         )
     note = f"{len(both)} samples asked again, one at a time, {note}"
     note = "; ".join(filter(None, (report.note, note)))
-    return replace(run, moved=moved, report=replace(report, note=note))
+    return replace(run, load_effect=load_effect, report=replace(report, note=note))

@@ -1,4 +1,4 @@
-"""Time the requests of a model while several threads use it, and sum the times up."""
+"""Time the requests of a model that several threads use."""
 
 import threading
 import time
@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 from inference.evaluation.record import Distribution, RequestStatistics
-from inference.evaluation.retry import patiently
+from inference.evaluation.retry import with_retries
 from inference.evaluation.task import (
-    ImpossibleFigureError,
+    ImplausibleAnswerError,
     RequestFailedError,
     Tally,
     TextGenerator,
 )
 
-_MOST_LOG_PROB = 1e-2  # of a text, as a difference of two sums that rounding explains
+_MAX_LOG_PROB = 1e-2  # of a text: above 0 by the rounding of two sums
 
 
-# The requests of a TextGenerator, and the tokens of an answer to each.
+# Request of a TextGenerator -> function that counts the tokens of its answer.
 _REQUESTS: Mapping[str, Callable[[Any], int]] = {
     "complete_text": lambda completion: completion.generated,
     "complete_ids": len,
@@ -29,10 +29,10 @@ _REQUESTS: Mapping[str, Callable[[Any], int]] = {
 
 
 class RequestTimer:
-    """A model in all but its type, which notes how long each request took.
+    """A proxy of a TextGenerator that times and retries its requests.
 
-    Encoding and decoding are not requests to the model and are not timed. What the server puts off
-    is asked again within `retry_s`, and only the attempt that is answered is timed.
+    Encoding and decoding are not requests to the model and are not timed. A retryable request is
+    repeated for up to `retry_s` seconds, and only the answered attempt is timed.
     """
 
     def __init__(self, model: TextGenerator, *, retry_s: float = 0.0) -> None:
@@ -49,34 +49,34 @@ class RequestTimer:
         if name not in _REQUESTS:
             return request
 
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            answer = request(*given, **named)
+            answer = request(*args, **kwargs)
             duration_s = time.perf_counter() - start
-            if isinstance(answer, float) and not answer <= _MOST_LOG_PROB:
-                raise ImpossibleFigureError(f"the server gave {answer} as a log probability")
+            if isinstance(answer, float) and not answer <= _MAX_LOG_PROB:
+                raise ImplausibleAnswerError(f"the server gave {answer} as a log probability")
             with self._lock:
                 self._durations_s.append(duration_s)
                 self._generated += _REQUESTS[name](answer)
             return answer
 
-        def asked(*given: Any, **named: Any) -> Any:
-            once = partial(timed, *given, **named)
+        def retried(*args: Any, **kwargs: Any) -> Any:
+            once = partial(timed, *args, **kwargs)
             try:
-                return patiently(once, within_s=self._retry_s, tally=self._tally)
+                return with_retries(once, within_s=self._retry_s, tally=self._tally)
             except RequestFailedError:
                 self._tally.count("failed")
                 raise
 
-        return asked
+        return retried
 
     def counts(self) -> dict[str, int]:
-        """Return how requests have ended since the making of this timer."""
+        """Return the outcomes of requests since this timer was created."""
         counts = self._tally.counts() - self._before
         return {name: counts[name] for name in Tally.NAMES}
 
     def statistics(self, *, concurrency: int) -> RequestStatistics:
-        """Sum up the requests of a run, from the making of this timer until now."""
+        """Return the statistics of the requests since this timer was created."""
         seconds = time.perf_counter() - self._start
         return RequestStatistics(
             count=len(self._durations_s),
@@ -90,7 +90,7 @@ class RequestTimer:
 
 
 def distribution(durations_s: Sequence[float]) -> Distribution:
-    """Return the mean and percentiles of durations given in seconds."""
+    """Return the mean and percentiles of durations in seconds."""
     import numpy as np
 
     if not durations_s:

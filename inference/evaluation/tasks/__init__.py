@@ -1,7 +1,7 @@
-"""Tasks: their data, the requests that answer a sample, scores and metrics.
+"""Tasks: their data, the requests for a sample, scores and metrics.
 
-A task knows a model only by the protocol `inference.evaluation.task`; servers and reports are
-elsewhere. Importing this package loads the standard library only.
+A task knows a model only by the protocol `inference.evaluation.task`, and knows neither servers nor
+reports. Importing this package loads no library of models.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
 
 
 def make_task(name: str, options: EvaluationOptions) -> Task | None:
-    """Return a task, None if there is none of this name."""
+    """Return the task of a name; None if it is unknown."""
     if name.startswith(PREFIX):
         return HarnessTask(name, options)
     return TASKS[name](options) if name in TASKS else None
 
 
 def known_tasks(options: EvaluationOptions) -> list[Task]:
-    """Return the tasks of evaluate.tasks, each once, without those of unknown names."""
+    """Return the distinct tasks of evaluate.tasks, without unknown names."""
     found = (make_task(name, options) for name in dict.fromkeys(options.tasks))
     return [task for task in found if task is not None]

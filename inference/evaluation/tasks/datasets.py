@@ -1,4 +1,4 @@
-"""Data sets: read strictly row by row, and drawn from."""
+"""Read data sets strictly, row by row, and choose samples."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from foundations.files.checksum import sha256_of
 from foundations.files.json_content import Table, json_object
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.task import Dataset, Drawn, Sample
+from inference.evaluation.task import Dataset, DatasetSamples, Sample
 
-_WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
-_MOST_SHOWN = 10
+_WORD_START = "\u2581"  # SentencePiece's mark before a word
+_MAX_SHOWN = 10
 
 
-def drawn(
+def choose_samples(
     samples: Sequence[Sample], options: EvaluationOptions, *, name: str, path: str, sha256: str
-) -> Drawn:
-    """Return the samples to ask and what they are drawn from: `options.limit` of all, in order.
+) -> DatasetSamples:
+    """Choose `options.limit` samples at random, in file order; all without a limit.
 
-    `name`, `path` and `sha256` are those of the data set.
+    `name`, `path` and `sha256` describe the data set.
     """
     total, limit, seed = len(samples), options.limit, options.seed
     if limit is None or limit >= total:
@@ -31,23 +31,25 @@ def drawn(
     return Dataset(name, path, sha256, total, limit, limit, seed), [samples[i] for i in chosen]
 
 
-def drawn_from_file(samples: Sequence[Sample], options: EvaluationOptions, path: Path) -> Drawn:
-    """Return what `drawn` does of the samples that a file holds."""
-    return drawn(samples, options, name=path.name, path=str(path), sha256=sha256_of(path))
+def choose_from_file(
+    samples: Sequence[Sample], options: EvaluationOptions, path: Path
+) -> DatasetSamples:
+    """Choose from the samples of a file, as `choose_samples` does."""
+    return choose_samples(samples, options, name=path.name, path=str(path), sha256=sha256_of(path))
 
 
-def missing_files(task: str, own: object, *keys: str) -> list[str]:
-    """Return a problem for each of these options of a task that names a file there is not."""
+def missing_files(task: str, options: object, *keys: str) -> list[str]:
+    """Return a problem for each of a task's options `keys` that names a missing file."""
     return [
-        f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
+        f"evaluate.{task}.{key}={path} is not a file; name an existing file, or null."
         for key in keys
-        if (path := attrgetter(key)(own)) is not None and not Path(path).is_file()
+        if (path := attrgetter(key)(options)) is not None and not Path(path).is_file()
     ]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: fields by name, right answers, and the part of the data it belongs to."""
+    """One row: fields by name, correct answers, and its group of the data."""
 
     fields: Mapping[str, str]
     targets: tuple[str, ...]
@@ -55,10 +57,10 @@ class Row:
 
 
 def read_rows(path: Path, *texts: str) -> list[Table]:
-    """Return the objects of a JSON Lines file, each with the fields `texts`, which are not blank.
+    """Read the objects of a JSON Lines file, each with non-blank text fields `texts`.
 
     Raises:
-        ValueError: lines that are not such an object (the first are named), or an empty file.
+        ValueError: lines are not such objects (the first ones are named), or the file is empty.
     """
     rows: list[Table] = []
     problems: list[str] = []
@@ -79,19 +81,19 @@ def read_rows(path: Path, *texts: str) -> list[Table]:
             )
         rows.append(row)
     if problems:
-        shown = "\n  ".join(problems[:_MOST_SHOWN])
-        more = len(problems) - _MOST_SHOWN
+        shown = "\n  ".join(problems[:_MAX_SHOWN])
+        more = len(problems) - _MAX_SHOWN
         rest = f"\n  and {more} more" if more > 0 else ""
         raise ValueError(f"{path} is not a data set of this form:\n  {shown}{rest}")
     if not rows:
-        raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
+        raise ValueError(f"{path} holds no samples; expected one JSON object on each line.")
     return rows
 
 
 def _text_of(path: Path) -> str:
-    """Return a file's text, without the byte order mark that some editors write.
+    """Read a text file, without the byte order mark that some editors write.
 
-    Its lines end at a line feed only: a JSON string may contain U+2028.
+    Only line feeds end its lines, because a JSON string may contain U+2028.
 
     Raises:
         ValueError: it is not UTF-8.
@@ -109,43 +111,43 @@ def _texts(row: Table) -> dict[str, str]:
 
 
 def labelled_rows(path: Path, *texts: str, labels: Mapping[str, str]) -> list[Row]:
-    """Return rows with the fields `texts` and an answer of `labels`; `language` groups.
+    """Read rows with the fields `texts`, an answer of `labels`, and the group `language`.
 
-    The answer is `answer` (as NeMo's prompt-learning files have it) or `label` (SuperGLUE), by name
-    or as a key of `labels`.
+    The answer is the field `answer` (NeMo's prompt-learning files) or `label` (SuperGLUE), as a
+    value or a key of `labels`.
 
     Raises:
         ValueError: a row lacks a field or has another answer.
     """
     found = []
     for number, row in enumerate(read_rows(path, *texts), start=1):
-        given = str(row.get("answer", row.get("label", ""))).lower()
-        answer = labels.get(given, given)
+        label = str(row.get("answer", row.get("label", ""))).lower()
+        answer = labels.get(label, label)
         if answer not in labels.values():
             known = ", ".join(labels.values())
-            raise ValueError(f"{path}, row {number}: the answer is {given!r}, not one of {known}.")
+            raise ValueError(f"{path}, row {number}: the answer is {label!r}, not one of {known}.")
         found.append(Row(_texts(row), (answer,), group=str(row.get("language", ""))))
     return found
 
 
 def squad_rows(path: Path) -> list[Row]:
-    """Return rows with `context`, `question` and all answers, from JSON Lines or official JSON.
+    """Read rows with `context`, `question` and all answers, from JSON Lines or the official JSON.
 
     Raises:
         ValueError: a row lacks a field or has no answer.
     """
     try:
-        whole = json_object(_text_of(path), path)
-    except ValueError:  # several lines of JSON, or what read_rows refuses
-        whole = {}
+        table = json_object(_text_of(path), path)
+    except ValueError:  # JSON Lines, or content that read_rows refuses
+        table = {}
     try:
-        rows = _official_squad(whole) if "data" in whole else read_rows(path, "context", "question")
+        rows = _official_squad(table) if "data" in table else read_rows(path, "context", "question")
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of SQuAD's form ({error!r}).") from error
     found = []
     for number, row in enumerate(rows, start=1):
         answers = row.get("answers", [])
-        if isinstance(answers, dict):  # as the library `datasets` writes them
+        if isinstance(answers, dict):  # written by the library `datasets`
             answers = answers.get("text")
         if not isinstance(answers, list) or not all(isinstance(each, str) for each in answers):
             raise ValueError(f"{path}, row {number}: answers is {answers!r}, not a list of texts.")
@@ -155,23 +157,23 @@ def squad_rows(path: Path) -> list[Row]:
     return found
 
 
-def _official_squad(whole: Table) -> list[Table]:
+def _official_squad(table: Table) -> list[Table]:
     return [
         {
             "context": paragraph["context"],
             "question": question["question"],
             "answers": [answer["text"] for answer in question["answers"]],
         }
-        for article in whole["data"]
+        for article in table["data"]
         for paragraph in article["paragraphs"]
         for question in paragraph["qas"]
     ]
 
 
 def translation_rows(path: Path, target_path: str | None) -> list[Row]:
-    """Return source and target lines; SentencePiece marks between their words are taken out.
+    """Read pairs of source and target lines, without SentencePiece's marks.
 
-    Without a target file the source is JSON Lines with `source` and `target`.
+    Without a target file, `path` is JSON Lines with `source` and `target`.
 
     Raises:
         ValueError: the files differ in length, or a row lacks a field.

@@ -2,26 +2,25 @@
 
 The metrics differ by ten points and more, so each has its own name:
 
-* `lambada_last_token`, as FasterTransformer's guides count: the passage is encoded whole, all
-  tokens but the last are the context, and one greedy token must equal the last. A word of three
-  tokens has its first two given.
+* `lambada_last_token`, as in FasterTransformer's guides: the passage is encoded as a whole, all
+  tokens but the last are the context, and one greedy token must equal the last. The context
+  includes the first two tokens of a word of three.
 * `lambada_last_word`: the passage without its last word is the context, and its greedy
   continuation must start with exactly the tokens of " " + word.
-* `lambada_perplexity`: exp of the mean negative log probability of the last word, all its tokens
-  together, given that context.
+* `lambada_perplexity`: exp of the mean negative log probability of the last word, over all its
+  tokens, given that context.
 * `lambada_token_perplexity`: exp of the mean negative log probability of every token of the passage
-  after its first. It is the sharpest of all against a baseline: a passage has a hundred tokens.
+  after its first. It is the most sensitive to changes, because a passage has a hundred tokens.
 
-The word begins after the last space. Context and " " + word are encoded apart; with byte-level
-BPE that equals encoding the passage whole, since a piece starts at each such space.
+The word begins after the last space. Context and " " + word are encoded separately; with byte-level
+BPE this equals encoding the whole passage, because a token starts at each such space.
 
-Through which model: the last word is asked as text through the ensemble, with the output length
-of the word in tokens. An answer of other text has other tokens, so it is wrong and nothing more
-is asked. An answer of the same text might be spelt with other tokens; its tokens are then asked
-for as ids, and these decide. So text never has to be cut or stripped at a word boundary. The
-last token needs ids (its context may end inside a word) and asks the model itself; after a word of
-one token that is the question just answered. The word's log probability is that of the whole
-passage less that of its context.
+The last word is requested as text from the ensemble, with the word's number of tokens. An answer of
+other text has other tokens and is wrong. An answer of the same text may have other tokens, so its
+token ids are requested and decide; text is never cut or stripped at a word boundary. The last token
+is requested from the model by ids, because its context may end inside a word; for a word of one
+token, the answer is the same. The log probability of the word is that of the whole passage less
+that of its context.
 """
 
 import math
@@ -30,16 +29,11 @@ from pathlib import Path
 
 from foundations.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
-from inference.evaluation.statistics import (
-    LEAST_LOG_PROB,
-    Z_95,
-    mean_and_stderr,
-    mean_metric,
-)
+from inference.evaluation.statistics import LEAST_LOG_PROB, Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
-    Drawn,
+    DatasetSamples,
     Metric,
     Metrics,
     Prediction,
@@ -50,13 +44,13 @@ from inference.evaluation.task import (
     added_text,
 )
 from inference.evaluation.tasks.datasets import (
-    drawn_from_file,
+    choose_from_file,
     missing_files,
     read_rows,
 )
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
-# Per sample: the parts of the perplexities.
+# Per-sample quantities of the perplexities.
 WORD_LOG_PROB = "lambada_word_log_prob"
 LOG_PROB, TOKENS = "lambada_log_prob", "lambada_tokens"
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
@@ -72,29 +66,29 @@ _METHODS = {
 }
 _BY_TEXT = "the greedy continuation, as long as the last word in tokens, reads as that word"
 _NEEDS = {LAST_TOKEN: TOKEN_IDS, PERPLEXITY: LOG_PROBS, TOKEN_PERPLEXITY: LOG_PROBS}
-# The short names evaluation harnesses use for the same quantities.
+# Short names of the same quantities in evaluation harnesses.
 _KEYS = {
     LAST_WORD: "acc",
     LAST_TOKEN: "last_token_acc",
     PERPLEXITY: "ppl",
     TOKEN_PERPLEXITY: "token_ppl",
 }
-# For each perplexity: the summed log probability of a sample, and the tokens it counts for.
+# Perplexity -> quantity with a sample's summed log probability, and with its number of tokens.
 _PARTS = {PERPLEXITY: (WORD_LOG_PROB, ""), TOKEN_PERPLEXITY: (LOG_PROB, TOKENS)}
 
 
 def split_last_word(text: str) -> tuple[str, str]:
-    """Return a passage without its last word, and that word; they are one space apart.
+    """Split a passage at its last space into the context and the last word.
 
     Raises:
-        ValueError: there is no space, so nothing remains to predict the word from; or white space
-            follows the word, which no answer could equal.
+        ValueError: there is no context, or white space follows the word, so that no answer could
+            equal it.
     """
     context, space, word = text.rpartition(" ")
     if not space or not context.strip() or not word or word != word.rstrip():
         raise ValueError(
             f"passage {text[-80:]!r} needs a last word after a space, with text before it and no "
-            "white space behind it"
+            "white space after it"
         )
     return context, word
 
@@ -128,20 +122,20 @@ class Lambada(Task):
         return Path(self.options.lambada.data_path or self.options.data_dir / _DATA)
 
     def data_problem(self) -> str:
-        """Return where the passages have to be, if they are not, and where they come from."""
+        """Return the expected path of the passages and their source; empty if they exist."""
         if self._path.is_file():
             return ""
         return (
-            f"the passages of LAMBADA are not at {self._path}; get them (SHA-256 {_SHA256}) by "
-            f"curl -o {self._path} {_URL}, or set evaluate.lambada.data_path to where they are."
+            f"the passages of LAMBADA are not at {self._path}; download them (SHA-256 {_SHA256}) "
+            f"with curl -o {self._path} {_URL}, or set evaluate.lambada.data_path to their path."
         )
 
-    def prepare(self) -> Drawn:
+    def prepare(self) -> DatasetSamples:
         """Read the passages.
 
         Raises:
-            ValueError: the file is missing, in the place of the test set and not it, or a passage
-                has no last word.
+            ValueError: the file is missing, differs from the test set at its default path, or has a
+                passage without a last word.
         """
         if problem := self.data_problem():
             raise ValueError(problem)
@@ -157,10 +151,10 @@ class Lambada(Task):
             except ValueError as error:
                 raise ValueError(f"{path}, row {index + 1}: {error}") from error
             samples.append(Sample(index=index, text=context, target=word))
-        return drawn_from_file(samples, self.options, path)
+        return choose_from_file(samples, self.options, path)
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Measure the configured metrics on one passage."""
+        """Score the configured metrics on one passage."""
         wanted = self.metric_names
         values: dict[str, float] = {}
         answer = ""
@@ -169,12 +163,12 @@ class Lambada(Task):
         if LAST_WORD in wanted:
             answer = model.complete_text(sample.text, output_len=len(word_ids)).text
             expected = added_text(model.decode, context_ids, word_ids)
-            right = answer == expected
-            if self._by_text:  # some servers leave out the space before an answer
-                right = answer.strip() == expected.strip()
-            elif right:  # the same text may be spelt with other tokens
-                right = model.complete_ids(context_ids, output_len=len(word_ids)) == word_ids
-            values[LAST_WORD] = float(right)
+            is_correct = answer == expected
+            if self._by_text:  # some servers omit the space before an answer
+                is_correct = answer.strip() == expected.strip()
+            elif is_correct:  # the same text may have other tokens
+                is_correct = model.complete_ids(context_ids, output_len=len(word_ids)) == word_ids
+            values[LAST_WORD] = float(is_correct)
         if LAST_TOKEN in wanted:
             ids = model.encode(f"{sample.text} {sample.target}")
             if LAST_WORD in values and ids[:-1] == context_ids and ids[-1:] == word_ids:
@@ -203,12 +197,12 @@ class Lambada(Task):
 
     @property
     def _by_text(self) -> bool:
-        """The text alone decides on the last word of a model whose token ids are unknown."""
+        """Whether text alone decides about the last word, because the server gives no token ids."""
         return TOKEN_IDS in self.options.lacks
 
 
 def _perplexity(name: str, found: Sequence[Prediction]) -> Metric:
-    """Return a perplexity; its interval is that of the mean log probability, transformed."""
+    """Return a perplexity; its interval is the exponential of the mean log probability's."""
     log_prob, tokens = _PARTS[name]
     weights = [each.values[tokens] for each in found] if tokens else None
     mean, stderr = mean_and_stderr([each.values[log_prob] for each in found], weights)

@@ -1,4 +1,4 @@
-"""The served folder of shards, or the checkpoint it will be made of, as an evaluation sees it."""
+"""Facts of the served folder of shards, or of the checkpoint that will be converted to it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,46 +14,49 @@ from inference.evaluation.options import EvaluationOptions, PromptOptions, Reque
 
 
 def read_served(folder: Path | None) -> FTConfig | None:
-    """Return the configuration of a served folder; None where there is no config.ini."""
+    """Return the configuration of a served folder; None without config.ini."""
     if folder is None or not (folder / CONFIG_NAME).is_file():
         return None
     return read_config(folder)[1]
 
 
 def served_architecture(options: EvaluationOptions) -> Architecture | None:
-    """Return what is served, by config.ini or else by the checkpoint; None where neither says."""
+    """Return the served architecture from config.ini, or else from the checkpoint.
+
+    None if neither can be read.
+    """
     try:
         config = read_served(options.weights_dir)
         if config is None and options.source_path is not None and options.source_path.exists():
             from export_scripts.conversion.plan import source_config
 
             config = source_config(options.source_path, options.given)
-    except ValueError:  # reported by the stage that has to read it
+    except ValueError:  # the stage that has to read it reports the error
         return None
     return None if config is None else config.architecture()
 
 
 def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -> list[str]:
-    """Return a problem for each shape that the served model has no room for."""
+    """Return a problem for each shape that exceeds the served model's sequence length."""
     architecture = served_architecture(options)
     if architecture is None or options.server is not None:
         return []
     positions = getattr(architecture, "max_pos_seq_len", None)  # BERT takes hidden states
     limits = [positions, options.max_seq_len]
-    longest = min((each for each in limits if each is not None), default=None)
+    longest = min((limit for limit in limits if limit is not None), default=None)
     if longest is None:
         return []
     or_raise = ", or raise export.triton_deployment.parameters.max_seq_len"
     return [
-        f"evaluate.latency.shapes has {shape.input_len}+{shape.output_len}, and a sequence of this "
-        f"model holds {longest} tokens; lower it{or_raise * (longest != positions)}."
+        f"evaluate.latency.shapes has {shape.input_len}+{shape.output_len}, and this model allows "
+        f"{longest} tokens in a sequence; lower it{or_raise * (longest != positions)}."
         for shape in shapes
         if _tokens(shape, architecture) > longest
     ]
 
 
 def _tokens(shape: RequestShape, architecture: Architecture) -> int:
-    """Return the tokens of the longest sequence; the last of an answer is never fed back."""
+    """Return the longest sequence in tokens; the last token of an answer is never an input."""
     if isinstance(architecture, DecoderArchitecture):
         return shape.input_len + shape.output_len - 1
     if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer:
@@ -62,25 +65,25 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
 
 
 def virtual_tokens(
-    task: str, given: PromptOptions, folder: Path | None
+    task: str, options: PromptOptions, folder: Path | None
 ) -> tuple[range, int | None]:
     """Return the ids of a task's virtual tokens, and the number of its table in config.ini.
 
-    It is the table that `given.task_id` names, or the one of the task's name; without one there
-    are no such tokens.
+    The table is the one of `options.task_id`, or of the task's name. Without a table the ids are
+    empty and the number is None.
 
     Raises:
-        ValueError: The folder has no table of that number.
+        ValueError: the folder has no table of that number.
     """
-    config = read_served(folder) if given.from_model else None
-    for number, each in enumerate(config.tasks if config else ()):
-        is_asked = given.task_id is None and each.task_name.lower() == task
-        if is_asked or given.task_id == number:
+    config = read_served(folder) if options.from_model else None
+    for number, table in enumerate(config.tasks if config else ()):
+        has_name = options.task_id is None and table.task_name.lower() == task
+        if has_name or options.task_id == number:
             first = (config.prompt_learning_start_id if config else None) or 0
-            return range(first, first + each.prompt_length), number
-    if given.task_id is not None:
+            return range(first, first + table.prompt_length), number
+    if options.task_id is not None:
         raise ValueError(
-            f"evaluate.{task}.prompt.task_id={given.task_id}: {folder} lists no such prompt table; "
-            "leave it out, and evaluate.<task>.prompt.from_model=false, too."
+            f"evaluate.{task}.prompt.task_id={options.task_id}: {folder} has no such prompt table; "
+            f"leave out task_id and evaluate.{task}.prompt.from_model=false."
         )
     return range(0), None

@@ -1,8 +1,8 @@
-"""Tasks whose answer is text, as text_tasks.yaml defines them: BoolQ, MNLI, SQuAD and others.
+"""Tasks whose answer is text, defined in text_tasks.yaml: BoolQ, MNLI, SQuAD and others.
 
-Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
-with the virtual tokens in front. A task with few answers can also be asked by log likelihood: the
-answer is the choice that the model finds most probable after the prompt.
+Prompts are sent as text to the ensemble, or for a p-tuned model as token ids after the virtual
+tokens. A task with few possible answers can also use log likelihood: the answer is the choice that
+is most probable after the prompt.
 """
 
 import re
@@ -22,7 +22,7 @@ from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
-    Drawn,
+    DatasetSamples,
     Metrics,
     Prediction,
     Sample,
@@ -30,7 +30,7 @@ from inference.evaluation.task import (
     Task,
     TextGenerator,
 )
-from inference.evaluation.tasks.datasets import Row, drawn_from_file, missing_files
+from inference.evaluation.tasks.datasets import Row, choose_from_file, missing_files
 from inference.evaluation.tasks.served_folder import virtual_tokens
 from inference.evaluation.tasks.text_tasks import CORPUS, FORMS, SCORES
 
@@ -39,10 +39,10 @@ _LETTER = r"[^\W_]"
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure of an answer; the metric is its mean over all samples.
+    """A score of an answer; the metric is its mean over all samples.
 
     Attributes:
-        score: of an answer against the right ones, one of SCORES.
+        score: one of SCORES, which compares an answer with the correct ones.
         key: its short name, as evaluation harnesses write it.
         is_share: whether each answer scores 0 or 1.
     """
@@ -58,17 +58,17 @@ class TextTaskKind:
     """The definition of one task.
 
     Attributes:
-        rows: the form of its data files, one of FORMS, and what that needs to read them.
-        measures: of each answer; their names stand behind the task's.
-        corpus: metrics of all answers together, of CORPUS, in place of the measures' means.
-        template: its prompt, with the row's fields in braces.
+        rows: the data format, one of FORMS, and its parameters.
+        measures: name -> score of each answer; a metric's name is the task's and this one.
+        corpus: metrics of CORPUS over all answers, which replace the means of the measures.
+        template: the prompt, with the row's fields in braces.
         output_len: tokens to generate.
-        grouped: whether they are summed up over each group of the data too.
-        choices: the answers there are, as they follow the prompt; needed for log_likelihood.
-        likelihood_template: its prompt for log_likelihood, where that differs.
-        letters: a pattern of the letters that its metric counts.
-        package: what its metric needs installed.
-        recipe: how a person gets the data.
+        grouped: whether there are also metrics for each group of the data.
+        choices: answer -> its text after the prompt, for log_likelihood.
+        likelihood_template: the prompt for log_likelihood, if it differs.
+        letters: a pattern of the letters that the metric supports.
+        package: package that the metric needs.
+        recipe: instructions to get the data.
     """
 
     name: str
@@ -96,44 +96,44 @@ class TextTask(Task):
     """A text task; stateless, so threads may share it.
 
     Attributes:
-        own: the options of this task alone.
+        task_options: the options of this task, `evaluate.<task>`.
     """
 
     def __init__(self, kind: TextTaskKind, options: EvaluationOptions) -> None:
         super().__init__(options)
         self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
-        self.own: TextTaskOptions = getattr(options, kind.name)
+        self.task_options: TextTaskOptions = getattr(options, kind.name)
         names = tuple(f"{self.name}_{each}" for each in kind.measures)
         self.metric_names = kind.corpus or names
 
     @property
     def needs(self) -> dict[str, str]:
-        """The ability that its way of asking needs, for every metric."""
-        if self.own.method == "log_likelihood":
+        """Metric -> ability that its requests need; the same for every metric."""
+        if self.task_options.method == "log_likelihood":
             return dict.fromkeys(self.metric_names, LOG_PROBS)
-        if self._virtual[0] or self.own.prompt.append_ids:
+        if self._virtual[0] or self.task_options.prompt.append_ids:
             return dict.fromkeys(self.metric_names, TENSORS)
         return {}
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the task's options, and files or packages it lacks."""
-        kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
-        problems = missing_files(self.name, own, "data_path", "target_path")
-        if own.data_path is None:
+        """Return the problems of the task's options, missing files and missing packages."""
+        kind, task_options, key = self.kind, self.task_options, f"evaluate.{self.name}"
+        problems = missing_files(self.name, task_options, "data_path", "target_path")
+        if task_options.data_path is None:
             problems.append(
                 f"{key}.data_path is needed for the task {self.name}. To get the data: "
                 f"{kind.recipe}"
             )
         try:
-            (own.template or "").format_map(defaultdict(str))
+            (task_options.template or "").format_map(defaultdict(str))
         except (ValueError, AttributeError, LookupError) as error:
             problems.append(
                 f"{key}.template is not a text with names of fields in braces ({error}); write a "
                 "brace of the text itself twice."
             )
-        if own.target_path is not None and kind.name != "translation":
+        if task_options.target_path is not None and kind.name != "translation":
             problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
-        if own.method == "log_likelihood" and not kind.choices:
+        if task_options.method == "log_likelihood" and not kind.choices:
             problems.append(
                 f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
             )
@@ -142,7 +142,9 @@ class TextTask(Task):
                 f"the task {kind.name} needs the package {kind.package}: pip install "
                 f"{kind.package.replace('_', '-')}."
             )
-        if own.method == "log_likelihood" and (own.prompt.append_ids or own.prompt.task_id):
+        if task_options.method == "log_likelihood" and (
+            task_options.prompt.append_ids or task_options.prompt.task_id
+        ):
             problems.append(f"{key}.prompt cannot be used with method=log_likelihood.")
         try:
             _ = self._virtual
@@ -152,35 +154,37 @@ class TextTask(Task):
 
     @cached_property
     def _virtual(self) -> tuple[range, int | None]:
-        """The ids of the virtual tokens before each prompt, and the number of their table."""
-        return virtual_tokens(self.name, self.own.prompt, self.options.weights_dir)
+        """The ids of the virtual tokens in front of prompts, and the number of their table."""
+        return virtual_tokens(self.name, self.task_options.prompt, self.options.weights_dir)
 
-    def prepare(self) -> Drawn:
-        """Read the data and make the prompts.
+    def prepare(self) -> DatasetSamples:
+        """Read the data and format the prompts.
 
         Raises:
-            ValueError: the data is not of the task's form, in a script that its metric
-                cannot score, or lacks a field of the template.
+            ValueError: the data has another format, lacks a field of the template, or is in a
+                script that the metric cannot score.
         """
-        assert self.own.data_path is not None, "checked before"
-        path = Path(self.own.data_path)
-        template = self.own.template or self.kind.template
-        if self.own.template is None and self.own.method == "log_likelihood":
+        assert self.task_options.data_path is not None, "checked before"
+        path = Path(self.task_options.data_path)
+        template = self.task_options.template or self.kind.template
+        if self.task_options.template is None and self.task_options.method == "log_likelihood":
             template = self.kind.likelihood_template or template
-        rows = FORMS[self.kind.rows["form"]](path, self.own, self.kind.rows)
+        rows = FORMS[self.kind.rows["form"]](path, self.task_options, self.kind.rows)
         self._check_script(rows, path)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
-        return drawn_from_file(samples, self.options, path)
+        return choose_from_file(samples, self.options, path)
 
     def _check_script(self, rows: Sequence[Row], path: Path) -> None:
-        """Refuse references most of whose letters are none to the metric."""
+        """Refuse references in which the metric ignores most letters."""
         text = "".join(row.targets[0] for row in rows).lower()
-        letters, known = (len(re.findall(each, text)) for each in (_LETTER, self.kind.letters))
+        letters, known = (
+            len(re.findall(pattern, text)) for pattern in (_LETTER, self.kind.letters)
+        )
         if 2 * known < letters:
             raise ValueError(
-                f"{path}: {letters - known:,} of {letters:,} letters of the references are of a "
-                f"script that the metric of {self.name} does not read, so that its scores would "
-                "mean nothing; take a task of lm-eval that is made for the language, as "
+                f"{path}: {letters - known:,} of {letters:,} letters of the references are in a "
+                f"script that the metric of {self.name} ignores, so its scores would be "
+                "meaningless; use a task of lm-eval for the language, "
                 "evaluate.tasks=[harness:NAME]."
             )
 
@@ -196,39 +200,47 @@ class TextTask(Task):
         return Sample(index, text, target=row.targets[0], targets=row.targets, group=group)
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Ask the model for one answer and score it."""
+        """Get the model's answer and score it."""
         answer = self._answer(sample, model)
         values = {
-            f"{self.name}_{name}": SCORES[each.score](answer, sample.all_targets)
-            for name, each in self.kind.measures.items()
+            f"{self.name}_{name}": SCORES[measure.score](answer, sample.all_targets)
+            for name, measure in self.kind.measures.items()
         }
         return Score(values=values, answer=answer)
 
     def metrics(self, found: Sequence[Prediction]) -> Metrics:
-        """Return the task's metrics over all samples, then those over each group there is."""
+        """Return the task's metrics over all samples, then those over each group."""
         if self.kind.corpus:
             return tuple(CORPUS[metric](found) for metric in self.kind.corpus)
         metrics = []
         for group in ("", *sorted({each.group for each in found} - {""})):
-            of, end = (f", of {group}", f"_{group}") if group else ("", "")
-            own = [each for each in found if group in ("", each.group)]
-            for name, each in self.kind.measures.items():
+            of, suffix = (f", of {group}", f"_{group}") if group else ("", "")
+            members = [each for each in found if group in ("", each.group)]
+            for name, measure in self.kind.measures.items():
                 value = f"{self.name}_{name}"
-                words = {"key": each.key + end, "method": each.method + of, "group": group}
-                share = each.is_share
-                metrics.append(mean_metric(value + end, own, value=value, is_share=share, **words))
+                metrics.append(
+                    mean_metric(
+                        value + suffix,
+                        members,
+                        value=value,
+                        is_share=measure.is_share,
+                        key=measure.key + suffix,
+                        method=measure.method + of,
+                        group=group,
+                    )
+                )
         return tuple(metrics)
 
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
-        if self.own.method == "log_likelihood":
+        if self.task_options.method == "log_likelihood":
             context = model.encode(sample.text)
             scores = {
-                answer: model.context_log_prob(context + model.encode(words))
-                for answer, words in self.kind.choices.items()
+                answer: model.context_log_prob(context + model.encode(text))
+                for answer, text in self.kind.choices.items()
             }
             return max(scores, key=lambda answer: scores[answer])
-        output_len = self.own.output_len or self.kind.output_len
-        (virtual, number), after = self._virtual, self.own.prompt.append_ids
+        output_len = self.task_options.output_len or self.kind.output_len
+        (virtual, number), after = self._virtual, self.task_options.prompt.append_ids
         if not virtual and not after:
             return model.complete_text(sample.text, output_len=output_len).text
         ids = (*virtual, *model.encode(sample.text), *after)

@@ -1,8 +1,8 @@
-"""Scores and forms of data that text_tasks.yaml names.
+"""Scores and data formats of text_tasks.yaml.
 
-BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported when first used. Exact match and
-F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
-articles, the best of several right answers.
+BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported on first use. Exact match and F1
+follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
+articles, and the best of several correct answers.
 """
 
 import re
@@ -27,11 +27,11 @@ from inference.evaluation.tasks.datasets import (
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_RESAMPLES = 300  # of the bootstrap behind the interval of BLEU
+_RESAMPLES = 300  # of the bootstrap for BLEU's interval
 
 
 def equal(answer: str, targets: Sequence[str]) -> float:
-    """Return 1.0 if the answer is one of the targets, blanks around it aside."""
+    """Return 1.0 if the answer, without surrounding white space, is one of the targets."""
     return float(answer.strip() in {target.strip() for target in targets})
 
 
@@ -45,7 +45,7 @@ def exact_match(answer: str, targets: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, targets: Sequence[str]) -> float:
-    """Return the best F1 of the words that answer and target share, 0 to 1."""
+    """Return the best F1 of the words that the answer shares with a target, 0 to 1."""
     return max(_f1(Counter(_normalised(answer)), Counter(_normalised(t))) for t in targets)
 
 
@@ -56,11 +56,11 @@ def _f1(answer: Counter[str], target: Counter[str]) -> float:
 
 
 def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:
-    """Return an F-measure of ROUGE, 0 to 1, of the first four sentences, without stemming."""
+    """Return ROUGE's F-measure of the first four sentences, 0 to 1, without stemming."""
     from rouge_score import rouge_scorer
 
     scorer = rouge_scorer.RougeScorer([kind], use_stemmer=False)
-    first_sentences = ".".join(answer.split(".")[:4])  # only a full stop ends one
+    first_sentences = ".".join(answer.split(".")[:4])  # a sentence ends at a full stop
     return float(scorer.score(targets[0], first_sentences)[kind].fmeasure)
 
 
@@ -98,7 +98,7 @@ def corpus_bleu(predictions: Sequence[Prediction]) -> Metric:
     )
 
 
-# Names in text_tasks.yaml: scores of an answer, and metrics of all answers together.
+# Names in text_tasks.yaml -> score of an answer, or metric over all answers.
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "equal": equal,
     "exact_match": exact_match,
@@ -110,7 +110,7 @@ CORPUS: Mapping[str, Callable[[Sequence[Prediction]], Metric]] = {"translation_b
 
 
 def _articles(path: Path) -> list[Row]:
-    """Return the rows of a summarisation, whose tokenised negations are joined again."""
+    """Read rows of a summarisation data set, and join tokenised negations."""
     rows = read_rows(path, "article", "highlights")
     return [
         Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
@@ -118,7 +118,7 @@ def _articles(path: Path) -> list[Row]:
     ]
 
 
-# The forms of data, read from a path by a task's options and its key `rows` in text_tasks.yaml.
+# Data format -> function that reads it, from the path, the task's options and its key `rows`.
 FORMS: Mapping[str, Callable[[Path, TextTaskOptions, Table], list[Row]]] = {
     "labels": lambda path, _, rows: labelled_rows(path, *rows["texts"], labels=rows["labels"]),
     "squad": lambda path, *_: squad_rows(path),

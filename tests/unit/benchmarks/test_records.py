@@ -16,7 +16,7 @@ from benchmarks import contenders, decode, protocol, records, throughput
 from benchmarks.contenders import OnTokens, Request
 from benchmarks.models import SIZES, Model
 from benchmarks.program import CASES, case_options, run
-from benchmarks.records import Record, fallen, with_tables
+from benchmarks.records import Record, regressions, with_tables
 from tests.conftest import ROOT
 
 OLD = Record(
@@ -55,13 +55,13 @@ def test_rows_that_fell_by_more_than_the_noise_are_named(
     row: str, value: str, is_worse: bool
 ) -> None:
     rows = {**OLD.rows, row: {**OLD.rows[row], "slipway": value}}
-    found = fallen(OLD, replace(OLD, rows=rows), noise=0.05)
+    found = regressions(OLD, replace(OLD, rows=rows), noise=0.05)
     assert [line.partition(",")[0] for line in found] == ([row] if is_worse else [])
 
 
 def test_a_row_that_vanished_is_named() -> None:
     rows = {"batch 1": {"slipway": "100 tokens/s"}}
-    found = fallen(OLD, replace(OLD, rows=rows), noise=0.05)
+    found = regressions(OLD, replace(OLD, rows=rows), noise=0.05)
     assert found == [
         "batch 1, vLLM: 90 tokens/s, now absent",
         "first token, slipway: 20.0 ms, now absent",

@@ -1,5 +1,5 @@
 "use strict";
-// Shows the Markdown of the page (document.py) with charts of the record behind each heading; then the samples.
+// Renders the page's Markdown (document.py), with charts of the record under the headings, and the table of samples.
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const main = document.getElementById("main");
@@ -14,7 +14,7 @@
     return element;
   };
 
-  // Numbers, as document.py writes them; null is what JSON has no number for.
+  // Numbers in the format of document.py; null stands for NaN and infinities.
 
   const numberText = (value) => {
     if (value === null) return "not a number";
@@ -31,7 +31,7 @@
     return unit === "fraction" && value !== null ? `${(100 * value).toFixed(2)}%` : numberText(value);
   };
 
-  // Axes: a place is in percent of the plotting area, so that a chart fills whatever width it is given.
+  // Axes: positions are in percent of the plotting area, so that a chart fills the available width.
 
   const roundTicks = (low, high, count) => {
     const span = high - low || 1;
@@ -72,7 +72,7 @@
     make("ul", { class: "key" }, ...entries.map(([kind, text]) => make("li", {}, make("i", { class: kind }), text)));
   const note = (text, attributes) => make("text", { class: "note", ...attributes }, text);
 
-  // Rows: `rows` of a name with `points` (value, low, high, series or mark) and `bars` (from, to).
+  // Horizontal chart: each of `rows` has a name, `points` (value, low, high, series or mark) and `bars` (from, to).
 
   const rowsChart = ({ rows, unit = "", keys = [], from = null }) => {
     const ends = rows.flatMap((row) => [
@@ -121,7 +121,7 @@
     return [chart, ...(keys.length ? [legend(keys)] : [])];
   };
 
-  // Columns: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `names` label the places.
+  // Vertical chart: `points` at x, as bars or marks with a line up to `high`; `line` joins them, `names` label the x axis.
 
   const columnsChart = (data) => {
     const { points, names, unit = "", xName = "", yName = "", series = [], line = "" } = data;
@@ -178,7 +178,7 @@
     ];
   };
 
-  // The kinds of charts, each of its part of the record (record.py).
+  // Kinds of charts, each for one part of the record (record.py).
 
   const title = (name) => {
     const words = name.split("_");
@@ -233,7 +233,7 @@
     return rows.length ? figure("Accuracies with 95% intervals", rowsChart({ rows, unit: "fraction", from: 0, keys })) : "";
   };
 
-  // Title, axis, and the value of a point with the higher one up to which a line is drawn.
+  // Title, axis, and a point's value with the higher value at which its line ends.
   const SWEEP = [
     ["Latency of a request", "latency p50 (to p95), ms", (point) => [point.latency.p50_ms, point.latency.p95_ms]],
     ["Throughput", "tokens per second", (point) => [point.tokens_per_s]],
@@ -242,7 +242,7 @@
   ];
   const sweep = (all) => {
     const [shapes, loads] = [shapeText, loadText].map((text) => [...new Set(all.map(text))]);
-    const width = Math.min(0.7 / loads.length, 0.12 * shapes.length); // of a shape's place
+    const width = Math.min(0.7 / loads.length, 0.12 * shapes.length); // share of a shape's slot
     const xName = all.some((each) => each.output_len) ? "tokens in + out" : "tokens in";
     const charts = SWEEP.map(([name, yName, valuesOf]) => {
       const bars = name === "Throughput";
@@ -285,7 +285,7 @@
     return figure("Seconds per stage", rowsChart({ rows, from: 0 }));
   };
 
-  // Several runs below each other: their metrics, and their latencies with a line up to the 95th percentile.
+  // Several runs: their metrics, and their latencies with a line up to the 95th percentile.
   const metricsOf = (report) => report.tasks.flatMap((task) => task.metrics);
   const place = (point) => `${shapeText(point)}, ${loadText(point)}`;
   const series = (all) => all.map(([name], i) => [`s${i % 8}`, name]);
@@ -318,7 +318,7 @@
     return rows.length ? figure("Latency, ms", rowsChart({ rows, from: 0, keys: series(all) })) : "";
   };
 
-  // The charts behind each heading; those of "" stand first.
+  // Heading -> its charts; those of "" come first.
 
   const chartsOf = ({ report, runs, checkpoints }) => {
     if (runs) return { Metrics: [metricsOfRuns(runs)], Latency: [speeds(runs)] };
@@ -335,7 +335,7 @@
     return found;
   };
 
-  // Markdown, of what document.py writes: headings, paragraphs, tables and code; words of a verdict are coloured.
+  // Markdown, as far as document.py uses it: headings, paragraphs, tables and code; verdicts are coloured.
 
   const WORDS = [
     [/\b(breached|breaches|now wrong|worse|differs)\b/, "bad"],
@@ -358,7 +358,7 @@
     const kind = (column) => ({ "data-head": head[column], ...(rule[column].endsWith(":") ? { class: "number" } : {}) });
     const headRow = make("tr", {}, ...head.map((text, i) => make("th", { scope: "col", ...kind(i) }, text)));
     const isVerdict = head.map((text) => VERDICTS.has(text));
-    const stacked = isVerdict.includes(true) ? { class: "stacked" } : {}; // a row below the other where it is narrow
+    const stacked = isVerdict.includes(true) ? { class: "stacked" } : {}; // narrow screens stack the cells of a row
     const body = rows.map((row) => make("tr", {}, ...row.map((cell, i) => make("td", kind(i), contentOf(cell, isVerdict[i])))));
     return make("div", { class: "card scroll", tabindex: 0 }, make("table", stacked, make("thead", {}, headRow), make("tbody", {}, ...body)));
   };
@@ -367,7 +367,7 @@
   const source = document.getElementById("markdown");
   const blocks = source.textContent.trim().split("\n\n").slice(1); // without the title
   const charts = chartsOf(page);
-  source.remove(); // not before there is something in its place
+  source.remove(); // only after its replacement exists
   if (blocks[0]?.startsWith("|")) {
     for (const line of blocks.shift().split("\n").slice(2)) {
       const [name, value] = cellsOf(line).map(plain);
@@ -388,7 +388,7 @@
   // Samples: search, filter, pages.
 
   const showSamples = (samples, report) => {
-    // A mark for each quantity that a fraction is made of, called by its first metric.
+    // A mark for each quantity of a fraction, with the name of its first metric.
     const fractions = metricsOf(report).filter((metric) => metric.unit === "fraction");
     const metrics = [...new Set(fractions.map((metric) => metric.sample_value))];
     const titles = metrics.map((name) => title(fractions.find((metric) => metric.sample_value === name).name).toLowerCase());
@@ -453,7 +453,7 @@
         tr.title = "differs from the baseline";
       }
       tr.addEventListener("click", ({ target }) => {
-        if (target !== number && String(getSelection())) return; // somebody copies a text
+        if (target !== number && String(getSelection())) return; // the user is selecting text
         number.setAttribute("aria-expanded", String(tr.classList.toggle("whole")));
       });
       return tr;

@@ -187,7 +187,7 @@ def test_figures_of_all_answers_together_may_be_bounded_in_their_change(make_met
 def test_what_the_load_alone_changes_is_not_a_breach(make_metric):
     metric = make_metric(value=50.0, scale="exp", unit="perplexity", higher_is_better=False)
     pairs = Pairs((-3.001,) * 8, (-3.0,) * 8)
-    measured = Measured(metric, baseline=metric, pairs=pairs, moved=0.001)
+    measured = Measured(metric, baseline=metric, pairs=pairs, load_effect=0.001)
     found = apply_gate([measured], {NAME: Bound(paired="no change")})
     assert [each.status for each in found.verdicts] == ["insufficient"]
 
@@ -259,7 +259,7 @@ def test_a_perplexity_is_bounded_in_percent(make_metric):
     ("sentence", "changes", "reported"),
     [
         ("no rise of more than 1 point at 95 %", {}, "gets worse by a drop"),
-        ("no drop of more than 1 point at 95 %", {"scale": ""}, "made of all answers together"),
+        ("no drop of more than 1 point at 95 %", {"scale": ""}, "is not a mean over samples"),
         ("no drop of more than 1 point at 95 %", {"unit": "BLEU"}, "not measured in points"),
         (
             "at most one point",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from inference.evaluation.paired_tests import (
-    MOST_LOST,
-    MOST_NATS_LOST,
+    MAX_LOSS,
+    MAX_LOSS_NATS,
     Pairs,
     _tails,
     check_drop,
@@ -151,7 +151,7 @@ def test_equal_answers_show_as_much_as_their_number():
     assert found.needed == 299
 
 
-@pytest.mark.parametrize(("bounded", "most"), [(True, MOST_LOST), (False, MOST_NATS_LOST)])
+@pytest.mark.parametrize(("bounded", "most"), [(True, MAX_LOSS), (False, MAX_LOSS_NATS)])
 def test_as_many_samples_hold_as_are_said_to_be_needed(bounded, most):
     scores = (0.25,) * 2
     test = check_drop(Pairs(scores, scores), 0.5, confidence=0.95, bounded=bounded)

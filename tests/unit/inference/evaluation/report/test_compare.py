@@ -63,7 +63,7 @@ def test_a_metric_that_was_measured_in_two_ways_is_noted(report, make_metric):
     served = replace(report.run, engine="vllm")
     second = replace(report, tasks=(by_text,), run=served)
     reported = text_of(report, compare_runs((report, ()), (second, ())))
-    assert "measured in two ways: first, counted; second, by the text alone." in reported
+    assert "measured in two ways: counted (first run), by the text alone (second run)." in reported
     assert "(vllm, TP 2 x PP 1, fp32)" in reported
 
 

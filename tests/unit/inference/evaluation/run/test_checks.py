@@ -93,7 +93,7 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
         (
             "boolq",
             {"prompt": PromptOptions(task_id=3)},
-            "evaluate.boolq.prompt.task_id=3: None lists no such prompt table",
+            "evaluate.boolq.prompt.task_id=3: None has no such prompt table",
         ),
         (
             "boolq",
@@ -139,10 +139,13 @@ def test_shapes_that_the_served_model_has_no_room_for_are_refused(tmp_path):
     assert problems(weights_dir=folder, latency=fitting) == []
     (found,) = problems(weights_dir=folder, latency=shapes("60+20", "80+2"))
     assert found == (
-        "evaluate.latency.shapes has 80+2, and a sequence of this model holds 80 tokens; lower it."
+        "evaluate.latency.shapes has 80+2, and this model allows 80 tokens in a sequence; lower it."
     )
     (found,) = problems(weights_dir=folder, max_seq_len=40, latency=shapes("40+2"))
-    assert "holds 40 tokens; lower it, or raise export.triton_deployment.parameters" in found
+    assert (
+        "allows 40 tokens in a sequence; lower it, or raise export.triton_deployment.parameters"
+        in found
+    )
     # Nothing is known of another user's server.
     assert problems(weights_dir=folder, server="a:1", latency=shapes("80+2")) == []
 
@@ -157,7 +160,7 @@ def test_more_rows_than_the_server_takes_are_refused():
 def test_the_checkpoint_bounds_shapes_before_it_is_converted(tmp_path):
     source = write_model("gpt2", tmp_path / "source")  # 40 positions
     (found,) = problems(source_path=source, weights_dir=tmp_path / "2-gpu", latency=shapes("40+2"))
-    assert "a sequence of this model holds 40 tokens" in found
+    assert "this model allows 40 tokens in a sequence" in found
 
 
 def test_latency_that_is_off_is_not_checked():

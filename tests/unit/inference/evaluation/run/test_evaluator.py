@@ -24,7 +24,7 @@ from inference.evaluation.record import RunFacts, StageTiming, read_predictions,
 from inference.evaluation.report.files import FILE_NAMES, read_run
 from inference.evaluation.run.baseline import write_baseline
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.task import EvaluationError, ImpossibleFigureError
+from inference.evaluation.task import EvaluationError, ImplausibleAnswerError
 from tests.ft_folders import write_gpt
 
 LATENCY = LatencyOptions(shapes=["4+2"], concurrencies=[1], requests=3)
@@ -179,7 +179,7 @@ def test_a_run_does_not_go_on_with_the_answers_of_another(options, model, tmp_pa
 @pytest.mark.parametrize(("log_prob", "named"), [(0.5, r"\d.\d"), (math.nan, "nan")])
 def test_a_probability_that_cannot_be_ends_the_run_by_name(options, model, log_prob, named):
     model.log_prob = log_prob
-    with pytest.raises(ImpossibleFigureError, match=f"{named}.* log probability"):
+    with pytest.raises(ImplausibleAnswerError, match=f"{named}.* log probability"):
         evaluate(options(), FACTS, model=model)
 
 
@@ -258,7 +258,7 @@ def test_a_past_report_that_is_not_made_of_its_samples_is_refused(
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     change(rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=f"of 4 samples is not made of the {count} there"):
+    with pytest.raises(ValueError, match=f"does not follow from the {count} samples"):
         read_run(tmp_path / "first" / "report.json")
 
 

@@ -205,7 +205,7 @@ def test_further_tensors_are_sent_for_every_row():
 
 
 def test_a_tensor_that_the_model_does_not_take_is_reported():
-    with pytest.raises(RequestFailedError, match="takes no input ia3_tasks"):
+    with pytest.raises(RequestFailedError, match="has no input ia3_tasks"):
         ServedModel(FakeClient(), Letters()).complete_ids(
             [7], output_len=1, tensors={"ia3_tasks": 0}
         )

@@ -12,7 +12,7 @@ import pytest
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.preparation import prepare_task
 from inference.evaluation.run.task_run import run_task
-from inference.evaluation.task import EvaluationError, PutOffError
+from inference.evaluation.task import EvaluationError, RetryableError
 from inference.evaluation.tasks.lambada import Lambada
 
 
@@ -91,7 +91,7 @@ def test_an_error_in_the_task_is_not_taken_for_a_failed_request(passages, model)
 
 def test_an_interrupt_ends_the_requests_that_wait_to_be_sent_again(passages, model, monkeypatch):
     def lost(*_, **__):
-        raise PutOffError("connection refused", after_s=30.0, is_lost=True)
+        raise RetryableError("connection refused", after_s=30.0, is_lost=True)
 
     def interrupt():
         time.sleep(0.5)

@@ -10,7 +10,7 @@ import pytest
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.checks import unreachable_data
 from inference.evaluation.task import Sample
-from inference.evaluation.tasks.datasets import drawn, read_rows
+from inference.evaluation.tasks.datasets import choose_samples, read_rows
 from inference.evaluation.tasks.lambada import Lambada
 
 
@@ -75,7 +75,7 @@ def test_an_empty_data_set_is_refused(tmp_path):
 def draw(**choice):
     samples = [Sample(index, str(index), target="") for index in range(100)]
     options = EvaluationOptions(data_dir=Path(), **choice)
-    return drawn(samples, options, name="n", path="p", sha256="s")
+    return choose_samples(samples, options, name="n", path="p", sha256="s")
 
 
 def test_a_draw_is_repeatable_and_in_order():

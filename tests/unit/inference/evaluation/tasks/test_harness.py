@@ -262,7 +262,7 @@ def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path: Pat
         given = arguments(server, protocol="openai", model="tiny", tokenizer=folder)
         assert given["tokenizer_backend"] == "remote"
     for name in ("other", None):
-        with pytest.raises(EvaluationError, match=r"serves tiny, tiny-lora; .*evaluate\.model"):
+        with pytest.raises(EvaluationError, match=r"lists tiny, tiny-lora, .*evaluate\.model"):
             arguments(server, protocol="openai", model=name)
 
 

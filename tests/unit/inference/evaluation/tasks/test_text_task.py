@@ -134,7 +134,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         weights_dir=write_gpt(tmp_path),
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
-    with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
+    with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* has no such prompt table"):
         _ = TASKS["boolq"](options).needs
 
 
