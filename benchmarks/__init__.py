@@ -1,1 +1,1 @@
-"""Benchmarks: each quoted figure comes from one of these programs, which anyone can rerun."""
+"""Benchmarks: the programs that measured all quoted figures."""

@@ -1,10 +1,10 @@
-"""Attention of prompts: our kernels next to FlashAttention 4, cuDNN and torch's, on one GPU.
+"""Attention of prompts: our kernels, FlashAttention 4, cuDNN and torch's, on one GPU.
 
 python -m benchmarks.attention --record benchmarks/results/NAME.json
 
-A value is the rate of the products of a causal layer in fp16, from the kernels' time alone: keys
+A value is the FLOP rate of a causal layer's products in fp16, over the kernels' time alone. Keys
 and values are in the paged cache (64 tokens a block) for ours and "FlashAttention 4, paged", and
-side by side for the others.
+contiguous for the others.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.program import Cell, run
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.step import AttentionRules
 
-# Query heads, key and value heads, and their size: Llama 8B, Qwen 1.5B, and the other sizes.
+# (query heads, key and value heads, head size) of Llama 8B, Qwen 1.5B, and other head sizes.
 HEADS = ((32, 8, 128), (12, 2, 128), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 256))
 PROMPTS = ((1, 8000), (4, 2000), (16, 512))
 BLOCK = 64
@@ -47,7 +47,7 @@ def measure(_: argparse.Namespace) -> Iterator[Cell]:
 def contenders(
     prompts: int, tokens: int, query_heads: int, kv_heads: int, size: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the name and the call of each that is installed."""
+    """Yield the name and the function of each installed implementation."""
     from inference.model.gpu import flash_attention
     from inference.model.gpu.attention_layout import paged_attention
 
@@ -75,7 +75,7 @@ def contenders(
         functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True
     )
     for name, backend in LIBRARIES.items():
-        with sdpa_kernel(backend):  # while the caller measures
+        with sdpa_kernel(backend):  # stays active while the caller measures
             yield name, functools.partial(attend, *dense)
 
 

@@ -1,7 +1,7 @@
-"""The programs that benchmarks compare, each with the same random weights.
+"""The programs that benchmarks compare, all with the same random weights.
 
-An engine takes requests at any time and answers them together; a generator answers one batch of
-prompts of equal length after the other.
+An engine accepts requests at any time and batches them; a generator answers batches of prompts of
+equal length one after another.
 """
 
 import itertools
@@ -19,17 +19,17 @@ from typing import Any, Protocol
 from benchmarks.models import Model, huggingface_folder
 from stages.engines import VLLM_TYPES
 
-# Receives (number of the request, tokens that it has by now).
+# Called with the number of a request and its tokens so far.
 OnTokens = Callable[[int, int], object]
 Prompts = Sequence[Sequence[int]]
-# Generates some tokens for each prompt; receives the number of tokens so far. Returns the seconds
-# of a program that measures itself.
+# (prompts, tokens to generate for each, callback for the tokens so far) -> seconds, if the program
+# measures its own time, or else None.
 Generate = Callable[[Prompts, int, Callable[[int], object]], float | None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how many tokens are wanted; no end token stops it earlier."""
+    """A prompt, and the number of tokens to generate; end tokens do not stop it."""
 
     prompt: list[int]
     output_len: int
@@ -44,18 +44,18 @@ def random_requests(
     shared_len: int = 0,
     seed: int = 7,
 ) -> list[Request]:
-    """Return requests whose tokens in and out lie between two numbers each.
+    """Return requests with random lengths in the ranges `inputs` and `outputs` (inclusive).
 
-    Each begins with the same `shared_len` tokens, which are not counted among those of `inputs`.
+    All begin with the same `shared_len` tokens, in addition to those of `inputs`.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
 
     def ids(length: int) -> list[int]:
-        return [draw.randrange(1, vocab_size) for _ in range(length)]
+        return [rng.randrange(1, vocab_size) for _ in range(length)]
 
     shared = ids(shared_len)
     return [
-        Request(shared + ids(draw.randint(*inputs)), draw.randint(*outputs)) for _ in range(count)
+        Request(shared + ids(rng.randint(*inputs)), rng.randint(*outputs)) for _ in range(count)
     ]
 
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
     """An engine in this process."""
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Send a request, which is begun before the next step."""
+        """Send a request, which starts before the next step."""
 
     def wait(self) -> None:
         """Wait for the answers to all requests so far; others may be submitted meanwhile."""
@@ -72,39 +72,39 @@ class Engine(Protocol):
 class Slipway:
     """This project's engine."""
 
-    def __init__(self, model: Model, *, top_p: float | None = None, **given: Any) -> None:
-        """Start the engine; `given` are fields of its placement and of its options."""
+    def __init__(self, model: Model, *, top_p: float | None = None, **settings: Any) -> None:
+        """Start the engine; `settings` are fields of its Placement and EngineOptions."""
         from inference.engine.engine import Engine
         from inference.engine.options import EngineOptions
         from inference.ranks.settings import Placement
         from inference.system.process_memory import keep_loaded
 
-        names = {each.name for each in fields(EngineOptions)}
-        options = EngineOptions(**{key: given.pop(key) for key in names & given.keys()})
-        self._engine = Engine(model.ft_dir, Placement(**given), options=options)
+        names = {field.name for field in fields(EngineOptions)}
+        options = EngineOptions(**{key: settings.pop(key) for key in names & settings.keys()})
+        self._engine = Engine(model.ft_dir, Placement(**settings), options=options)
         self._engine.start()
         keep_loaded()
         self._top_p = top_p
         self._futures: list[Any] = []
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Send a request; its seed is its number."""
+        """Send a request, with its number as the seed."""
         from inference.decoding.rows import GenerationRequest, SequenceRequest
         from inference.decoding.sampling_params import SamplingParams
 
-        never = self._engine.limits.vocab_size + 1
+        unused_id = self._engine.limits.vocab_size + 1
         ids = tuple(request.prompt)
         sampling: dict[str, Any] = {} if self._top_p is None else {"top_k": 0, "top_p": self._top_p}
-        options = SamplingParams(end_id=never, random_seed=number, **sampling)
+        options = SamplingParams(end_id=unused_id, random_seed=number, **sampling)
         row = SequenceRequest(ids, request.output_len, options, context_ids=ids)
         listener = None
         if on_tokens is not None:
-            made = 0
+            count = 0
 
             def listener(new: Sequence[Sequence[int]]) -> None:
-                nonlocal made
-                made += len(new[0])
-                on_tokens(number, made)
+                nonlocal count
+                count += len(new[0])
+                on_tokens(number, count)
 
         future = self._engine.submit(
             GenerationRequest((row,), len(ids)), on_step=listener, only_tokens=True
@@ -115,8 +115,8 @@ class Slipway:
 
     def wait(self) -> None:
         """Wait for the answers to all requests so far."""
-        waiting, self._futures = self._futures, []
-        for future in waiting:
+        pending, self._futures = self._futures, []
+        for future in pending:
             future.result()
 
 
@@ -124,31 +124,32 @@ class Vllm:
     """vLLM's engine."""
 
     def __init__(
-        self, model: Model, *, data_type: str, top_p: float | None = None, **given: Any
+        self, model: Model, *, data_type: str, top_p: float | None = None, **settings: Any
     ) -> None:
-        """Start the engine; `given` are arguments of vLLM's LLM."""
+        """Start the engine; `settings` are arguments of vLLM's LLM."""
         from vllm import LLM, SamplingParams
 
         llm = LLM(
             model=str(huggingface_folder(model)),
             skip_tokenizer_init=True,
             dtype=VLLM_TYPES[data_type],
-            **given,
+            **settings,
         )
-        choice = {"temperature": 0} if top_p is None else {"top_p": top_p}
-        self._params = partial(SamplingParams, ignore_eos=True, detokenize=False, **choice)
+        sampling = {"temperature": 0} if top_p is None else {"top_p": top_p}
+        self._params = partial(SamplingParams, ignore_eos=True, detokenize=False, **sampling)
         self._engine = llm.llm_engine
         self._arrived: SimpleQueue[tuple[int, Request, OnTokens | None]] = SimpleQueue()
         self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Send a request, which `wait` begins."""
+        """Queue a request, which `wait` starts."""
         self._arrived.put((number, request, on_tokens))
 
     def wait(self) -> None:
         """Answer all requests so far."""
         while self._listeners or not self._arrived.empty():
-            # A lock around each step would be taken again before a waiting sender gets it.
+            # A queue, and no lock around each step: the loop would take the lock again before a
+            # waiting sender.
             while not self._arrived.empty():
                 number, request, on_tokens = self._arrived.get()
                 name = f"{number}-{time.perf_counter_ns()}"
@@ -163,13 +164,13 @@ class Vllm:
                     del self._listeners[output.request_id]
 
 
-def engine_generator(engine: Callable[..., Engine], model: Model, **given: Any) -> Generate:
+def engine_generator(engine: Callable[..., Engine], model: Model, **settings: Any) -> Generate:
     """Start an engine, and return it as a generator."""
-    started = engine(model, **given)
+    started = engine(model, **settings)
 
-    def generate(prompts: Prompts, tokens: int, note: Callable[[int], object]) -> None:
+    def generate(prompts: Prompts, tokens: int, on_token: Callable[[int], object]) -> None:
         for number, prompt in enumerate(prompts):
-            listener = None if number else lambda _, done: note(done)
+            listener = None if number else lambda _, count: on_token(count)
             started.submit(number, Request([*prompt], tokens), listener)
         started.wait()
 
@@ -177,26 +178,26 @@ def engine_generator(engine: Callable[..., Engine], model: Model, **given: Any) 
 
 
 def hugging_face(model: Model, *, data_type: str, device: str) -> Generate:
-    """Return transformers' own generate."""
+    """Return transformers' generate as a generator."""
     import torch
     import transformers
 
     from export_scripts.numeric.dtypes import torch_dtype
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
         huggingface_folder(model), dtype=torch_dtype(data_type)
     )
-    theirs.to(device).eval()
+    loaded.to(device).eval()
 
-    def generate(prompts: Prompts, tokens: int, note: Callable[[int], object]) -> None:
-        ids, done = torch.tensor(prompts, device=device), itertools.count(1)
+    def generate(prompts: Prompts, tokens: int, on_token: Callable[[int], object]) -> None:
+        ids, numbers = torch.tensor(prompts, device=device), itertools.count(1)
 
-        def noted(_: object, scores: object) -> object:
-            note(next(done))
+        def count_token(_: object, scores: object) -> object:
+            on_token(next(numbers))
             return scores
 
         with torch.inference_mode():
-            theirs.generate(
+            loaded.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=tokens,
@@ -204,7 +205,7 @@ def hugging_face(model: Model, *, data_type: str, device: str) -> Generate:
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
-                logits_processor=transformers.LogitsProcessorList([noted]),
+                logits_processor=transformers.LogitsProcessorList([count_token]),
             )
 
     return generate
@@ -217,7 +218,7 @@ def ctranslate(model: Model, *, data_type: str, threads: int) -> Generate:
     import transformers
 
     folder, kind = huggingface_folder(model), {"fp32": "float32", "int8": "int8"}[data_type]
-    # The converter asks for the vocabulary of a tokenizer; random weights have none.
+    # The converter needs a tokenizer's vocabulary, which random weights lack.
     words = {f"t{i}": i for i in range(model.vocab_size)}
     words["<|endoftext|>"] = words.pop("t0")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
@@ -232,8 +233,8 @@ def ctranslate(model: Model, *, data_type: str, threads: int) -> Generate:
         str(target), device="cpu", compute_type=kind, intra_threads=threads, inter_threads=1
     )
 
-    def generate(prompts: Prompts, tokens: int, note: Callable[[int], object]) -> None:
-        del note  # it shows no tokens before the last
+    def generate(prompts: Prompts, tokens: int, on_token: Callable[[int], object]) -> None:
+        del on_token  # CTranslate2 returns all tokens at the end
         texts = [[f"t{i}" for i in ids] for ids in prompts]
         length = {"min_length": tokens, "max_length": tokens}
         generator.generate_batch(texts, **length, sampling_topk=1, include_prompt_in_result=False)
@@ -242,15 +243,15 @@ def ctranslate(model: Model, *, data_type: str, threads: int) -> Generate:
 
 
 def llama_cpp(model: Model, *, data_type: str, threads: int, program: Path) -> Generate:
-    """Return llama.cpp's own measurement, by its program `llama-batched-bench`, on CPU.
+    """Return a generator that runs llama.cpp's `llama-batched-bench` on CPU.
 
-    The program draws the prompts, and measures without the time in which it loads the model.
+    The program chooses the prompts, and measures its time without loading the model.
     """
     kind = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "int8": "Q8_0"}[data_type]
     file = _gguf_file(model, kind)
 
-    def generate(prompts: Prompts, tokens: int, note: Callable[[int], object]) -> float:
-        del note
+    def generate(prompts: Prompts, tokens: int, on_token: Callable[[int], object]) -> float:
+        del on_token
         batch, length = len(prompts), len(prompts[0])
         numbers = {
             "-c": batch * (length + tokens), "-b": 2048, "-t": threads,
@@ -269,9 +270,9 @@ def llama_cpp(model: Model, *, data_type: str, threads: int, program: Path) -> G
 
 
 def _gguf_file(model: Model, kind: str) -> Path:
-    """Write a Llama or Qwen2 for llama.cpp, unless it is there, by its own package gguf.
+    """Write a Llama or Qwen2 with llama.cpp's package gguf, unless the file exists.
 
-    Queries and keys keep their order, which llama.cpp has otherwise: the time is the same.
+    Queries and keys are not permuted as llama.cpp expects; the time is the same.
     """
     import gguf
     from safetensors import safe_open
@@ -282,9 +283,9 @@ def _gguf_file(model: Model, kind: str) -> Path:
         return file
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
-    found = architecture[config["model_type"]]
-    names = gguf.get_tensor_name_map(found, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(file.with_suffix(".part"), gguf.MODEL_ARCH_NAMES[found])
+    arch = architecture[config["model_type"]]
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file.with_suffix(".part"), gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -299,10 +300,10 @@ def _gguf_file(model: Model, kind: str) -> Path:
         with safe_open(path, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 values = tensors.get_tensor(name).astype("float32")
-                wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-                data = gguf.quants.quantize(values, wanted)
-                given = names.get_name(name, try_suffixes=(".weight", ".bias"))
-                writer.add_tensor(given, data, raw_dtype=wanted)
+                dtype = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+                data = gguf.quants.quantize(values, dtype)
+                gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                writer.add_tensor(gguf_name, data, raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

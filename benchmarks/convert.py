@@ -3,11 +3,11 @@
     python -m benchmarks.convert --work-dir DIR [--peer-path FasterTransformer] [--repeats 3]
     python -m benchmarks.convert --work-dir DIR --size-gb 0.1 1 3
 
-A random fp16 GPT-2 is written as a Hugging Face folder, and as a torch_dist checkpoint, torch's own
-format (.metadata, *.distcp). Each round then times, as whole processes
-and in turn, `cp -r` followed by `sync -f`, this project's converter (which syncs too), and the
-peer's (which does not) at each requested number of worker processes. The source is in the page
-cache for all of them. One more run of each measures memory, since that costs time.
+A random fp16 GPT-2 is written as a Hugging Face folder and as a torch_dist checkpoint (.metadata,
+*.distcp). Each round then times whole processes in turn: `cp -r` followed by `sync -f`, this
+project's converter (which also syncs), and the peer's (which does not) at each requested number of
+worker processes. The source is in the page cache for all of them. An additional run of each
+measures memory, because sampling it takes time.
 """
 
 import argparse
@@ -34,7 +34,10 @@ _TORCH_DIST = ("--output-format", "torch_dist")
 
 
 def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
-    """Return a GPT-2 of about `size_gb` 10^9 bytes in fp16, its shards and its torch_dist."""
+    """Write a GPT-2 of about `size_gb` GB (10^9 bytes) in fp16, unless it exists.
+
+    Returns the paths of its Hugging Face folder, its shards and its torch_dist checkpoint.
+    """
     folder, hidden = work_dir / f"gpt_{size_gb:g}gb", 2048 if size_gb >= 1 else 512
     embedded = (_VOCAB + _POSITIONS) * hidden
     layers = max(2, round((size_gb * 1e9 / 2 - embedded) / (12 * hidden * hidden)))
@@ -51,7 +54,7 @@ def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return the proportional set size: mapped file pages count too, each once."""
+    """Return a process's proportional set size, which includes mapped files, in bytes."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -61,12 +64,12 @@ def _resident_bytes(pid: int) -> int:
 
 
 def run_command(command: list[str], log: Path, *, sampled: bool = False) -> tuple[float, int]:
-    """Run a command to its end; return its seconds, and its peak memory in bytes if `sampled`.
+    """Run a command; return its time in seconds, and its peak memory in bytes if `sampled`.
 
     Sampling slows the process down.
 
     Raises:
-        RuntimeError: The command failed; its last lines are shown.
+        RuntimeError: the command failed; the message has its last lines.
     """
     with log.open("w") as output:
         start = time.perf_counter()
@@ -85,12 +88,12 @@ def run_command(command: list[str], log: Path, *, sampled: bool = False) -> tupl
 
 
 def copy_command(source: Path, target: Path) -> list[str]:
-    """Return a durable plain copy."""
+    """Return the command of a plain copy that is synced to the disk."""
     return ["bash", "-c", 'cp -r "$0" "$1" && sync -f "$1"', str(source), str(target)]
 
 
 def our_command(source: Path, target: Path, processes: int, *form: str) -> list[str]:
-    """Return this project's conversion into a format."""
+    """Return the command of this project's conversion to a format."""
     return [
         *(sys.executable, "-m", "export_scripts.convert", *form),
         *("--checkpoint-path", str(source), "--output-dir", str(target)),
@@ -101,7 +104,7 @@ def our_command(source: Path, target: Path, processes: int, *form: str) -> list[
 def commands(
     args: argparse.Namespace, source: Path, shards: Path, target: Path
 ) -> dict[str, list[str]]:
-    """Return the command of each contender."""
+    """Return the command of each contender by its name."""
     ranks, workers = ("--tensor-model-parallel-size", str(args.tp)), args.processes
     table = {
         "cp -r and sync": copy_command(source, target),
@@ -119,7 +122,7 @@ def commands(
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, and let the disk settle."""
+    """Remove a file or a folder, and sync the disk."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -128,7 +131,7 @@ def remove(path: Path) -> None:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield what every contender does with each size of checkpoint."""
+    """Yield the cells of every contender for each size of checkpoint."""
     target = args.work_dir / "output"
     for size_gb in args.size_gb:
         source, shards, saved = write_source(size_gb, args.work_dir)
@@ -143,7 +146,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 def measure_saved(
     args: argparse.Namespace, name: str, source: Path, target: Path
 ) -> Iterator[Cell]:
-    """Yield the figures of a copy of a trainer's checkpoint, and of what becomes of it."""
+    """Yield the cells of a trainer's checkpoint: of its copy and of its conversion."""
     table = {
         f"cp -r and sync, {name}": copy_command(source, target),
         f"slipway, {name} to Hugging Face": our_command(
@@ -156,7 +159,7 @@ def measure_saved(
 def measure_table(
     args: argparse.Namespace, table: dict[str, list[str]], source: Path, target: Path
 ) -> Iterator[Cell]:
-    """Yield every contender's figures: `repeats` rounds in turn, then their memory."""
+    """Yield the cells of every contender: times of `repeats` rounds in turn, then memory."""
     log = args.work_dir / "last.log"
     times: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(args.repeats):
@@ -164,7 +167,7 @@ def measure_table(
             remove(target)
             times[name].append(run_command(command, log)[0])
     files = source.rglob("*") if source.is_dir() else [source]
-    size_mb = sum(each.stat().st_size for each in files if each.is_file()) / 1e6
+    size_mb = sum(file.stat().st_size for file in files if file.is_file()) / 1e6
     for name, command in table.items():
         remove(target)
         peak_bytes = run_command(command, log, sampled=True)[1]
@@ -179,10 +182,10 @@ def measure_table(
 _NUMBER = {"type": int, "default": 2}
 OPTIONS: Options = {
     "work_dir": {"help": "folder on the disk to measure"},
-    "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
+    "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "sizes in GB (1e9 bytes)"},
     "tp": {**_NUMBER, "help": "inference tensor-parallel size"},
     "processes": {**_NUMBER, "default": usual_workers(), "help": "workers of this project"},
-    "archive": {"type": Path, "help": "a checkpoint of a trainer, converted to Hugging Face"},
+    "archive": {"type": Path, "help": "a trainer's checkpoint to convert to Hugging Face"},
     "peer_path": {"type": Path, "help": "checkout of FasterTransformer"},
     "peer_processes": {"type": int, "nargs": "+", "default": [1, 2]},
     "repeats": {"default": 3},

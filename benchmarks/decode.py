@@ -1,4 +1,4 @@
-"""Speed of prompts and of decoding, against transformers, CTranslate2, vLLM and llama.cpp.
+"""Speed of prefill and decoding, against transformers, CTranslate2, vLLM and llama.cpp.
 
     python -m benchmarks.decode --work-dir DIR [--batch 1 8] [--data-type fp32 int8 bf16]
     python -m benchmarks.decode --work-dir DIR --case cpu-qwen-0.5b --llama-cpp llama-batched-bench
@@ -6,14 +6,14 @@
         --batch 1 --input-len 128 --output-len 128
 
 In each round every contender generates the same number of tokens for the same random prompts,
-greedily and without an end token; prefill is part of the time, as it is for a user. Tokens/s are
-generated tokens of the whole batch, with --output-len 1 those of the prompts instead. "of
-bandwidth" is the time to read a step's weights, keys and values once, by the memory bandwidth
-measured in the same run, over the median time of a step. On CPU every contender has threads of its
-own, and with more threads than cores OpenMP lets them sleep at each wait: leave others out
-(--without) to measure one program alone. int8 computes in fp32 on CPU and in fp16 on CUDA; the
-int8 of llama.cpp is Q8_0. vLLM takes part where it is installed, llama.cpp where its program
-`llama-batched-bench` and the package gguf are; both on CPU.
+greedily and without an end token; the time includes prefill, as for a user. Tokens/s are generated
+tokens of the whole batch, or with --output-len 1 those of the prompts. "of bandwidth" is the time
+to read a step's weights, keys and values once, at the memory bandwidth measured in the same run,
+divided by the median time of a step. On CPU every contender has its own threads, and with more
+threads than cores OpenMP makes them sleep at each wait: leave others out (--without) to measure one
+program alone. int8 computes in fp32 on CPU and in fp16 on CUDA; llama.cpp's int8 is Q8_0. On CPU,
+vLLM takes part if it is installed, llama.cpp if its program `llama-batched-bench` and the package
+gguf are.
 """
 
 import argparse
@@ -54,24 +54,24 @@ from inference.system.process_memory import memory_variables
 _DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
 _PEERS = ("transformers", "CTranslate2", "vLLM", "llama.cpp")
-# A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
-# 0.2 s, and would slow down the next program.
+# A pause before each program: OpenMP's threads spin after their work (Intel's, which CTranslate2
+# uses, for 0.2 s) and would slow down the next program.
 _SETTLE_S = 0.5
-_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # of a reading of memory
-_ROUNDS = 7
+_BANDWIDTH_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # read in each round
+_BANDWIDTH_ROUNDS = 7
 
-# The seconds of a round, and those between its tokens.
+# The seconds of a round, and the seconds between its tokens.
 Times = tuple[float, list[float]]
 
 
 class Program(NamedTuple):
-    """A contender, which has a process of its own.
+    """A contender, which runs in its own process.
 
-    In one process each would have its own threads, and with more threads than processors OpenMP
-    lets them sleep at each wait: every program would take up to twice as long.
+    In one process, the contenders' threads would outnumber the processors, OpenMP would make them
+    sleep at each wait, and every program would take up to twice as long.
 
     Attributes:
-        make: Loads the model.
+        make: loads the model.
         step_bytes: (sequences, cached tokens of each) -> bytes that a step reads.
     """
 
@@ -95,7 +95,7 @@ def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
             device=args.device,
             max_lanes=max(args.batch),
             max_seq_len=longest,
-            share_prefixes=False,  # every round's prompts are computed again
+            share_prefixes=False,  # each round must compute its prompts
         )
         read = partial(step_bytes, model.ft_dir, data_type, args.device, int8)
         yield Program(f"slipway {kind}", ours, read)
@@ -107,7 +107,7 @@ def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
 def _peers(
     model: Model, kind: str, longest: int, args: argparse.Namespace
 ) -> dict[str, Callable[[], Generate]]:
-    """Return the other programs that are here and support a type."""
+    """Return the other installed programs that support a type."""
     found: dict[str, Callable[[], Generate]] = {}
     if kind != "int8":
         found["transformers"] = partial(hugging_face, model, data_type=kind, device=args.device)
@@ -135,33 +135,33 @@ def _peers(
 def _version(peer: str) -> str:
     if peer == "llama.cpp":
         return ""
-    # vLLM's build for CPUs has another name than its module.
+    # The distribution of vLLM's CPU build has another name than its module.
     return version(packages_distributions()[peer.lower()][0])
 
 
 def _measured(generate: Generate, prompts: Prompts, output_len: int) -> Times:
-    moments: dict[int, float] = {}  # by the tokens so far
+    arrivals: dict[int, float] = {}  # number of a token -> time
     start = time.perf_counter()
-    own = generate(prompts, output_len, lambda n: moments.setdefault(n, time.perf_counter()))
-    seconds = time.perf_counter() - start if own is None else own
-    return seconds, [b - a for a, b in itertools.pairwise(moments.values())]
+    measured = generate(prompts, output_len, lambda n: arrivals.setdefault(n, time.perf_counter()))
+    seconds = time.perf_counter() - start if measured is None else measured
+    return seconds, [b - a for a, b in itertools.pairwise(arrivals.values())]
 
 
 def rounds(
     processes: Sequence[ProcessPoolExecutor], prompts: Prompts, args: argparse.Namespace
 ) -> list[list[Times]]:
-    """Time every contender in turn, after one round that is not counted."""
+    """Return the times of every contender, which run in turn, without a warm-up round."""
     times: list[list[Times]] = [[] for _ in processes]
     for _ in range(1 + args.repeats):
-        for process, each in zip(processes, times, strict=True):
+        for process, own_times in zip(processes, times, strict=True):
             time.sleep(_SETTLE_S)
-            each.append(process.submit(call, _measured, prompts, args.output_len).result())
-    return [each[1:] for each in times]
+            own_times.append(process.submit(call, _measured, prompts, args.output_len).result())
+    return [own_times[1:] for own_times in times]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield what every program does with each batch and each length of prompts."""
-    # In every contender's process: the threads of torch, and memory as a server has it.
+    """Yield the cells of every program for each batch size and prompt length."""
+    # Inherited by every contender's process: torch's threads, and a server's memory settings.
     os.environ |= {**memory_variables(), "OMP_NUM_THREADS": str(args.threads)}
     torch.set_num_threads(args.threads)
     model = random_model(args.model, args.work_dir)
@@ -191,11 +191,11 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def measured_bandwidth(device: str) -> float:
-    """Return bytes/s of the best of some readings of memory, by as many threads as torch uses."""
-    values = torch.ones(_BYTES[device] // 4, device=device)
+    """Return the best rate of reading memory with torch's threads, in bytes/s."""
+    values = torch.ones(_BANDWIDTH_BYTES[device] // 4, device=device)
 
     def read() -> None:
-        # The fastest of torch's reductions.
+        # torch's fastest reductions
         if device == "cpu":
             torch.dot(values, values)
         else:
@@ -203,7 +203,7 @@ def measured_bandwidth(device: str) -> float:
             torch.cuda.synchronize()
 
     read()
-    return values.nbytes / min(timeit.repeat(read, number=1, repeat=_ROUNDS))
+    return values.nbytes / min(timeit.repeat(read, number=1, repeat=_BANDWIDTH_ROUNDS))
 
 
 def step_bytes(
@@ -217,9 +217,9 @@ def step_bytes(
     architecture = config.architecture()
     assert isinstance(architecture, DecoderArchitecture)
     computed = compute_dtype(data_type, torch.device(device))
-    kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
-    matrix_bytes = 1 if int8 else kept.itemsize
-    # One row of the embedding is read per token, unless it is the head as well.
+    stored = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
+    matrix_bytes = 1 if int8 else stored.itemsize
+    # A step reads one row of the embedding for each token, unless the table is also the head.
     unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
     weights = sum(
         prod(tensor.shape) * (matrix_bytes if len(tensor.shape) > 1 else computed.itemsize)
@@ -240,7 +240,7 @@ OPTIONS: Options = {
     "model": {"choices": tuple(SIZES), "default": "gpt2"},
     "input_len": {"nargs": "+", "default": [32]},
     "data_type": {"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},
-    "llama_cpp": {"type": Path, "metavar": "PROGRAM", "help": "its llama-batched-bench"},
+    "llama_cpp": {"type": Path, "metavar": "PROGRAM", "help": "llama.cpp's llama-batched-bench"},
     "without": {"nargs": "*", "choices": _PEERS, "default": [], "help": "peers to leave out"},
 }
 

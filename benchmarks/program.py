@@ -1,4 +1,4 @@
-"""The shared parts of the benchmarks: a table of options, and rows that are printed and recorded.
+"""Shared code of the benchmarks: options, and rows that are printed and recorded.
 
 python -m benchmarks.NAME --help
 python -m benchmarks.NAME ... --case CASE --record benchmarks/results/CASE.json
@@ -31,7 +31,7 @@ CASES: Mapping[str, Mapping[str, Mapping[str, Any]]] = tomllib.loads(
 )
 
 _OPTIONS: Options = {
-    "work_dir": {"type": Path, "required": True, "help": "keeps the models"},
+    "work_dir": {"type": Path, "required": True, "help": "folder that keeps the models"},
     "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
     "batch": {"type": int, "nargs": "+", "default": [1, 8]},
     "input_len": {"type": int, "default": 32, "help": "tokens"},
@@ -49,22 +49,22 @@ def run(
     document: str | None,
     options: Options,
 ) -> None:
-    """Parse the command line, print each cell as it is measured, then the table.
+    """Parse the command line, print each cell when it is measured, then the table.
 
     Args:
-        measure: Receives the options, `work_dir` made.
-        document: The program's docstring, its help.
-        options: Name -> arguments of `add_argument`, over those in the table above.
+        measure: yields cells for the parsed options; `work_dir` exists.
+        document: the program's docstring, which is its help.
+        options: name -> arguments of `add_argument`, which override those of `_OPTIONS`.
     """
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, given in options.items():
-        arguments = {**_OPTIONS.get(name, {}), **given}
+    for name, overrides in options.items():
+        arguments = {**_OPTIONS.get(name, {}), **overrides}
         parser.add_argument(f"--{name.replace('_', '-')}", **arguments)
-    parser.add_argument("--record", type=Path, help="file for a record of the run")
+    parser.add_argument("--record", type=Path, help="file for the record of the run")
     cases = CASES.get(name_of_program().rpartition(".")[2], {})
-    parser.add_argument("--case", choices=tuple(cases), help="options of cases.toml")
+    parser.add_argument("--case", choices=tuple(cases), help="named options of cases.toml")
     chosen, _ = parser.parse_known_args()
     parser.set_defaults(**case_options(cases, chosen.case))
     args = parser.parse_args()
@@ -82,35 +82,35 @@ def run(
 
 
 def case_options(cases: Mapping[str, Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
-    """Return the options of a case, with those of the case that it is `like`."""
+    """Return the options of a case, over those of the case that it names as `like`."""
     if name is None:
         return {}
-    own = dict(cases[name])
-    return {**case_options(cases, own.pop("like", None)), **own}
+    options = dict(cases[name])
+    return {**case_options(cases, options.pop("like", None)), **options}
 
 
-_made: Any  # what the process of a contender was started with
+_state: Any  # of a contender's process: the result of its `make`
 
 
-def own_process(make: Callable[..., Any], *given: Any) -> ProcessPoolExecutor:
-    """Return one process, which first makes `make(*given)`, the first argument of its `call`s."""
+def own_process(make: Callable[..., Any], *args: Any) -> ProcessPoolExecutor:
+    """Start a process that holds the result of `make(*args)`, for functions sent with `call`."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(make, *given))
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(make, *args))
 
 
-def _begin(make: Callable[..., Any], *given: Any) -> None:
-    global _made
-    _made = make(*given)
+def _begin(make: Callable[..., Any], *args: Any) -> None:
+    global _state
+    _state = make(*args)
 
 
-def call(function: Callable[..., RowT], *given: Any) -> RowT:
-    """Return `function(made, *given)`; it is submitted to a process with something made."""
-    return function(_made, *given)
+def call(function: Callable[..., RowT], *args: Any) -> RowT:
+    """Call a function in an `own_process` with the process's state as its first argument."""
+    return function(_state, *args)
 
 
-def rows_of_process(make: Callable[..., Iterator[RowT]], *given: Any) -> Iterator[RowT]:
-    """Yield what `make(*given)` yields, each as soon as it is there, in a process of its own."""
-    with own_process(make, *given) as process:
+def rows_of_process(make: Callable[..., Iterator[RowT]], *args: Any) -> Iterator[RowT]:
+    """Yield the rows of `make(*args)`, which runs in its own process, as they are measured."""
+    with own_process(make, *args) as process:
         while (row := process.submit(call, next, None).result()) is not None:
             yield row
 
@@ -118,7 +118,7 @@ def rows_of_process(make: Callable[..., Iterator[RowT]], *given: Any) -> Iterato
 def percentiles(
     row: str, seconds: Sequence[float], percents: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield rows of percentiles of two or more times, in milliseconds."""
+    """Yield a row for each percentile of at least two times, in milliseconds."""
     found = statistics.quantiles(seconds, n=100)
     for percent in percents:
         yield f"{row} p{percent}", f"{found[percent - 1] * 1e3:.2f} ms"

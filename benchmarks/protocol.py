@@ -1,11 +1,11 @@
-"""OpenAI's protocol with streaming clients: through our server, in process, and through vLLM's.
+"""OpenAI's protocol with streaming clients: our server, our engine in process, and vLLM's server.
 
     python -m benchmarks.protocol --work-dir DIR --case llama-8b
 
-Each client sends one request after the other, of random token ids. "First token" and "between
-events" are times at the client; an event has one token or more. The engine in process answers the
-same requests without a protocol: what a server costs is the difference. Each contender is alone on
-the machine, and all serve the same weights.
+Each client sends requests of random token ids one after another. "First token" and "between events"
+are times at the client; an event has one token or more. The engine in process answers the same
+requests without a protocol, so the difference is the cost of the server. Each contender runs alone
+on the machine, and all serve the same weights.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from stages.engines import VLLM_TYPES
 
 _MODEL = "decoder"
 _START_LIMIT_S = 600.0
-Contend = Callable[[Model, argparse.Namespace], Iterator[tuple[str, str]]]
-# Receives a request, and returns the seconds from its start to each of its events.
-Ask = Callable[[Request], Coroutine[Any, Any, list[float]]]
+Contender = Callable[[Model, argparse.Namespace], Iterator[tuple[str, str]]]
+# Sends a request, and returns the seconds from its start to each of its events.
+Send = Callable[[Request], Coroutine[Any, Any, list[float]]]
 
 
 def tokenizer_folder(work_dir: Path, vocab_size: int) -> Path:
-    """Write a byte-level tokenizer of some size, without merges."""
+    """Write a byte-level tokenizer of a size, without merges, and return its folder."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     words += [f"Ġ{number:x}" for number in range(vocab_size - len(words))]
     tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
@@ -56,41 +56,41 @@ def tokenizer_folder(work_dir: Path, vocab_size: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def _over_http(url: str, more: Mapping[str, Any]) -> AsyncIterator[Ask]:
+async def _http_sender(url: str, more: Mapping[str, Any]) -> AsyncIterator[Send]:
     limits = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=limits, raise_for_status=True) as session:
 
-        async def ask(request: Request) -> list[float]:
+        async def send(request: Request) -> list[float]:
             length = {"max_tokens": request.output_len, **more}
             body = {"model": _MODEL, "prompt": request.prompt, "temperature": 0, "stream": True}
-            began = time.perf_counter()
+            start = time.perf_counter()
             async with session.post(f"{url}/completions", json=body | length) as response:
                 return [
-                    time.perf_counter() - began
+                    time.perf_counter() - start
                     async for line in response.content
                     if line.startswith(b"data: {")
                 ]
 
-        yield ask
+        yield send
 
 
-async def _ask(engine: Engine, request: Request) -> list[float]:
-    began, done, loop = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop()
-    seen: dict[int, float] = {}  # by the tokens so far
+async def _send_in_process(engine: Engine, request: Request) -> list[float]:
+    start, done, loop = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop()
+    arrivals: dict[int, float] = {}  # tokens so far -> seconds
 
-    def note(number: int, tokens: int) -> None:
+    def on_tokens(number: int, tokens: int) -> None:
         del number
-        seen.setdefault(tokens, time.perf_counter() - began)
+        arrivals.setdefault(tokens, time.perf_counter() - start)
         if tokens == request.output_len:
             loop.call_soon_threadsafe(done.set)
 
-    engine.submit(0, request, note)
+    engine.submit(0, request, on_tokens)
     await done.wait()
-    return list(seen.values())
+    return list(arrivals.values())
 
 
 def rows(
-    asking: Callable[[], contextlib.AbstractAsyncContextManager[Ask]],
+    sender: Callable[[], contextlib.AbstractAsyncContextManager[Send]],
     model: Model,
     args: argparse.Namespace,
 ) -> Iterator[tuple[str, str]]:
@@ -100,16 +100,16 @@ def rows(
     async def load(clients: int, seed: int) -> tuple[float, list[list[float]]]:
         count = clients * args.rounds
         vocab_size = model.vocab_size - 300
-        drawn = random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
-        waiting = iter(drawn)  # shared: each client sends one request after the other
-        async with asking() as ask:
+        requests = random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
+        remaining = iter(requests)  # shared by the clients
+        async with sender() as send:
 
             async def client() -> list[list[float]]:
-                return [await ask(request) for request in waiting]
+                return [await send(request) for request in remaining]
 
-            began = time.perf_counter()
+            start = time.perf_counter()
             events = await asyncio.gather(*(client() for _ in range(clients)))
-            return time.perf_counter() - began, [*chain(*events)]
+            return time.perf_counter() - start, [*chain(*events)]
 
     for clients in args.clients:
         asyncio.run(load(clients, seed=0))
@@ -118,8 +118,8 @@ def rows(
         yield title, f"{tokens / seconds:.0f} tokens/s"
         yield f"{title}, events", f"{sum(map(len, events)) / tokens:.2f} a token"
         kinds = {
-            "first token": [each[0] for each in events],
-            "between events": [b - a for each in events for a, b in pairwise(each)],
+            "first token": [times[0] for times in events],
+            "between events": [b - a for times in events for a, b in pairwise(times)],
         }
         for name, values in kinds.items():
             yield from percentiles(f"{title}, {name}", values, (50, 99))
@@ -147,8 +147,8 @@ def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
     with ModelServer(repository, ports=FREE_PORTS, log_path=log_path, openai=options) as server:
         server.start(timeout_s=_START_LIMIT_S)
         url = str(server.openai_url)
-        # The end token is only kept away: unlike vLLM's `ignore_eos`, no answer goes on after it.
-        yield from rows(lambda: _over_http(url, {"min_tokens": args.output_len}), model, args)
+        # min_tokens suppresses the end token; unlike vLLM's `ignore_eos`, it does not generate it.
+        yield from rows(lambda: _http_sender(url, {"min_tokens": args.output_len}), model, args)
 
 
 def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -160,9 +160,9 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
         "max-model-len": args.max_seq_len,
         "port": PORT_FIELD,
     }
-    given = [f"--{name}={value}" for name, value in options.items()]
+    flags = [f"--{name}={value}" for name, value in options.items()]
     with OpenAIServer(
-        [*shlex.split(args.vllm), *given, "--no-enable-prefix-caching"],
+        [*shlex.split(args.vllm), *flags, "--no-enable-prefix-caching"],
         model=_MODEL,
         host="127.0.0.1",
         ports={"http": 0},
@@ -171,18 +171,18 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
     ) as vllm:
         vllm.start(timeout_s=_START_LIMIT_S, progress=lambda _: None)
         url = f"http://{vllm.address('http')}/v1"
-        yield from rows(lambda: _over_http(url, {"ignore_eos": True}), model, args)
+        yield from rows(lambda: _http_sender(url, {"ignore_eos": True}), model, args)
 
 
 def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     names = ("data_type", "device", "max_seq_len")
     engine = Slipway(model, **{name: getattr(args, name) for name in names})
-    yield from rows(lambda: contextlib.nullcontext(partial(_ask, engine)), model, args)
+    yield from rows(lambda: contextlib.nullcontext(partial(_send_in_process, engine)), model, args)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender."""
-    contenders: dict[str, Contend] = {
+    contenders: dict[str, Contender] = {
         "slipway": _through_ours,
         "slipway in process": partial(rows_of_process, _engine),
     }
@@ -190,8 +190,8 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
         contenders = {"vLLM": _through_vllm, **contenders}
     model = random_model(args.model, args.work_dir)
-    for name, contend in contenders.items():
-        for row, value in contend(model, args):
+    for name, contender in contenders.items():
+        for row, value in contender(model, args):
             yield row, name, value
 
 
@@ -205,7 +205,7 @@ OPTIONS: Options = {
     "output_len": {"default": 200},
     "rounds": {"type": int, "default": 3, "help": "requests of each client"},
     "max_seq_len": {},
-    "vllm": {"help": "command that starts vLLM's server, if not this Python's"},
+    "vllm": {"help": "command that starts vLLM's server (default: in this Python)"},
 }
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Records of benchmarks: what ran where, and its rows; the comparison of two, and their tables.
+"""Records of benchmarks: write them, compare two of them, and put their tables into documents.
 
     python -m benchmarks.records compare OLD.json NEW.json --noise 5
     python -m benchmarks.records tables docs/performance.md
 
-A record is a JSON file in `benchmarks/results`. `compare` names the rows that fell by more than the
-noise and then ends with 1. `tables` rewrites the tables of a document, each of which stands between
-the lines `<!-- record NAME -->` and `<!-- end -->` for the record NAME.json.
+A record is a JSON file in `benchmarks/results`. `compare` prints the rows that got worse by more
+than the noise, and exits with 1 if there are any. `tables` rewrites the tables of a document: the
+table between the lines `<!-- record NAME -->` and `<!-- end -->` is that of the record NAME.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")
 _LOWER_IS_BETTER = ("s", "ms", "us", "MB")
 _TABLE = re.compile(r"(<!-- record ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# Rows of a table, and each contender's value with its unit: "7016 tokens/s".
+# Row -> contender -> value with its unit, such as "7016 tokens/s".
 Rows = Mapping[str, Mapping[str, str]]
 
 
@@ -48,32 +48,32 @@ class Record:
     def of(cls, rows: Rows) -> Record:
         """Return the record of this process's run on this machine.
 
-        The commit is marked where files of the checkout differ from it.
+        The commit ends in "-dirty" if the checkout has changes.
         """
         git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         root = Path(__file__).parents[1]
         described = subprocess.run(git, cwd=root, capture_output=True, text=True, check=False)
-        installed = {each.name: each.version for each in distributions()}
+        installed = {package.name: package.version for package in distributions()}
         return cls(
             command=" ".join(["python -m", name_of_program(), *sys.argv[1:]]),
             commit=described.stdout.strip() or "unknown",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             machine=_machine(),
-            versions={each: installed[each] for each in _PACKAGES if each in installed},
+            versions={name: installed[name] for name in _PACKAGES if name in installed},
             rows=rows,
         )
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Return the record in a file."""
+        """Read a record from a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
-        """Write the record as a file."""
+        """Write the record to a file."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def table(self) -> str:
-        """Return the rows as a Markdown table, with what a reader needs to repeat them."""
+        """Return the rows as a Markdown table, with the facts needed to reproduce them."""
         names = list(dict.fromkeys(name for row in self.rows.values() for name in row))
         cells = [
             (row, *(values.get(name, "-") for name in names)) for row, values in self.rows.items()
@@ -84,13 +84,13 @@ class Record:
 
 
 def name_of_program() -> str:
-    """Return the module that `python -m` runs."""
+    """Return the name of the module that `python -m` runs."""
     program = sys.modules["__main__"].__spec__
     return Path(sys.argv[0]).stem if program is None else program.name
 
 
-def fallen(old: Record, new: Record, *, noise: float) -> list[str]:
-    """Return the rows of both records that got worse by more than `noise`, a share, or vanished."""
+def regressions(old: Record, new: Record, *, noise: float) -> list[str]:
+    """Return the rows that got worse by more than `noise`, a share, or are missing in `new`."""
     found = []
     for row, values in old.rows.items():
         for name, before in values.items():
@@ -110,7 +110,7 @@ def fallen(old: Record, new: Record, *, noise: float) -> list[str]:
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """Return a document with its tables written from their records."""
+    """Return a document with its tables replaced by those of the records."""
 
     def table(match: re.Match[str]) -> str:
         record = Record.read(results / f"{match[2]}.json")
@@ -120,7 +120,7 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 
 
 def _number(text: str) -> tuple[float | None, str]:
-    """Return the number of a value and its unit; None for one without a number."""
+    """Split a value into its number and its unit; without a number, into None and the text."""
     number, _, unit = text.partition(" ")
     try:
         return float(number), unit
@@ -138,7 +138,7 @@ def _machine() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two records, or write a document's tables."""
+    """Compare two records, or rewrite a document's tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,8 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.document.write_text(text, encoding="utf-8")
         return 0
     old, new = Record.read(args.old), Record.read(args.new)
-    found = fallen(old, new, noise=args.noise / 100)
-    print("\n".join(found) or f"no row fell by more than {args.noise:g} %")
+    found = regressions(old, new, noise=args.noise / 100)
+    print("\n".join(found) or f"no row got worse by more than {args.noise:g} %")
     return 1 if found else 0
 
 

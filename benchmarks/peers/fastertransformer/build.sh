@@ -4,35 +4,35 @@
 # SOURCES holds the checkouts that docs/fastertransformer_backend.md names. OUTPUT gets
 # backends/fastertransformer/libtriton_fastertransformer.so and bin/{gpt,t5,bert}_gemm. INCLUDE and LIBRARY
 # are the folders of CUDA, NCCL and MPI; nvcc and g++ are on PATH; 90 is the compute capability.
-# Left out are vision, speech, FP8, NVTX ranges, mixtures of experts, and attention kernels of other GPUs.
+# It leaves out vision, speech, FP8, NVTX ranges, mixtures of experts, and attention kernels of other GPUs.
 set -euo pipefail
 sources=$(realpath "$1") && mkdir -p "$2" && output=$(realpath "$2") && export arch=${3:-90}
 tree=$output/sources code=FasterTransformer/src/fastertransformer
 
-patch() { # a sed expression, and the files that must have what it replaces
+patch() { # EXPRESSION FILES: apply a sed expression, which must match in one of the files
     grep -qE "$(cut -d'~' -f2 <<< "$1")" "${@:2}" || { echo "no $1 in $2: another version"; exit 1; }
     sed -Ei "$1" "${@:2}"
 }
 if [ ! -d "$tree" ]; then
     rm -rf "$output/unpatched" && cp -r "$sources" "$output/unpatched" && cd "$output/unpatched/$code"
     mapfile -t kernels < <(find . -name '*.cu')
-    # The bundled CUB clashes with CUDA 13's own, and CUB 3 has no operators of its own.
+    # The bundled CUB clashes with that of CUDA 13, and CUB 3 has removed its operators.
     patch 's~#include "3rdparty/(cub/[[:alnum:]_/]+\.cuh)"~#include <\1>~' "${kernels[@]}"
     patch 's~\bcub::Max\b~::cuda::maximum<>~g' "${kernels[@]}"
     patch 's~\bcub::Sum\b~::cuda::std::plus<>~g' "${kernels[@]}"
-    # g++ 12's headers include fewer others.
+    # The headers of g++ 12 include fewer other headers.
     patch 's~#include <fstream>~#include <array>\n#include <cstdint>\n&~' utils/cuda_utils.h
-    # Weight-only int8 refuses Hopper, which runs the kernels for Ampere: in the choice of kernels, where
-    # weights are loaded, and in the kernel, which otherwise computes nothing.
+    # Weight-only int8 refuses Hopper, which can run the kernels for Ampere: in the choice of kernels, when
+    # weights are loaded, and in the kernel, which would compute nothing.
     patch 's~sm_ >= 80 && sm_ < 90~sm_ >= 80 \&\& sm_ <= 90~' \
         kernels/cutlass_kernels/fpA_intB_gemm/fpA_intB_gemm_template.h
     patch 's~arch >= 80 && arch < 90~arch >= 80 \&\& arch <= 90~' kernels/cutlass_kernels/cutlass_preprocessors.cc
     patch 's~\(__CUDA_ARCH__ < 900\)~(__CUDA_ARCH__ <= 900)~' \
         cutlass_extensions/include/cutlass_extensions/gemm/kernel/fpA_intB_gemm.h
-    # New tiles lie behind the end of the tuning programs' table of names.
+    # New tiles are beyond the end of the tuning programs' table of names.
     patch 's~^( +)matmulTileName\[tile\],~\1tile < int(sizeof matmulTileName / sizeof *matmulTileName) ? matmulTileName[tile] : "new",~' \
         utils/gemm_test/gemm_func.cc
-    # Attention kernels that headers name and no file for this GPU defines are empty ones.
+    # Attention kernels that headers declare and no file for this GPU defines become empty.
     cd ../../3rdparty/trt_fused_multihead_attention
     { echo '#include <cstdint>'; echo 'namespace fastertransformer {'
       grep -rhoE 'extern (unsigned \w+|uint32_t) \w+(\[\])?;' --include='*.h' . | sort -u | tr -d ';' |
@@ -43,7 +43,7 @@ if [ ! -d "$tree" ]; then
 fi
 
 cd "$tree"
-# Without NDEBUG every kernel would be waited for.
+# Without NDEBUG, the host synchronises after every kernel.
 export flags="-std=c++17 -O3 -w -DBUILD_MULTI_GPU -DUSE_TRITONSERVER_DATATYPE -DWMMA -DCUDA_PTX_FP8_F2FP_ENABLED
     -DTRITON_ENABLE_GPU=1 -DTRITON_ENABLE_STATS=1 -DNDEBUG -IFasterTransformer -Icutlass/include -Irapidjson/include
     -I$code/cutlass_extensions/include -Itriton-core/include -Itriton-backend/include -Itriton-common/include
@@ -54,7 +54,7 @@ toolkit=$(nvcc --dryrun -c any.cu 2>&1 | sed -n 's/.*TOP=\([^ ]*\).*/\1/p')
 export objects=$output/objects toolkit
 compile() {
     object=$objects/$1.o && mkdir -p "${object%/*}" && if [ -f "$object" ]; then return; fi
-    case $1 in # fast mathematics is FasterTransformer's default; of mixed products, weight-only int8 is reached
+    case $1 in # fast math is FasterTransformer's default; weight-only int8 is the only mixed GEMM in use
         *fpA_intB_gemm_fp16_int8.cu) more=-DBUILD_CUTLASS_MIXED_GEMM ;;&
         *.cu) nvcc $flags ${more:-} -arch=sm_$arch --use_fast_math --expt-relaxed-constexpr --expt-extended-lambda \
             -Xcompiler -fPIC -c "$1" -o "$object.part" ;;
