@@ -14,7 +14,7 @@
     return element;
   };
 
-  // Numbers in the format of document.py; null stands for NaN and infinities.
+  // Numbers in the format of document.py; null stands for numbers that JSON cannot hold.
 
   const numberText = (value) => {
     if (value === null) return "not a number";
