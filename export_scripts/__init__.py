@@ -1,5 +1,5 @@
 """Conversion of trained checkpoints into FasterTransformer (FT) folders and Triton repositories.
 
-The modules next to this one are the commands; the folders hold what they and the other packages
-use. Running a model belongs to `inference`.
+The modules in this folder are commands; its subfolders are the library of these and of other
+packages. Running a model belongs to `inference`.
 """

@@ -20,7 +20,7 @@ _MOST_WORKERS = 8
 
 
 def usual_workers() -> int:
-    """Return the default number of workers: one per core this process may use, at most 8."""
+    """Return the default number of workers: one per core that this process may use, at most 8."""
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
@@ -29,12 +29,12 @@ def convert_parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "convert",
         """
-        Convert a checkpoint into FasterTransformer shards in <output-dir>/<N>-gpu/.
+        Convert a checkpoint to FasterTransformer shards in <output-dir>/<N>-gpu/.
 
         The format (NeMo, Megatron-LM, Hugging Face, ...) and the family are recognised. Any
         training parallelism becomes any inference parallelism that divides the model. What cannot
-        be represented is refused, with every reason, before anything is written; an interrupted
-        run continues when started again.
+        be represented is refused, with every reason, before anything is written. An interrupted run
+        resumes when it is started again.
         """,
         """
         examples:
@@ -55,18 +55,18 @@ def convert_parser() -> argparse.ArgumentParser:
     workers = usual_workers()
     add("checkpoint_path", "source: a .nemo archive, a folder, or the id of a model in the cache "
         "of the Hugging Face hub", type=Path, required=True, metavar="PATH")  # fmt: skip
-    add("checkpoint_name", "of several checkpoints in that folder, the one of this name or pattern "
+    add("checkpoint_name", "name or pattern of one of several checkpoints in that folder "
         "(default: the last)", metavar="NAME")  # fmt: skip
-    add("output_dir", "folder in which <N>-gpu, huggingface, peft or torch_dist is made",
+    add("output_dir", "folder in which <N>-gpu, huggingface, peft or torch_dist is created",
         type=Path, required=True, metavar="DIR")  # fmt: skip
     add("tp_size", "tensor-parallel ranks of inference (default: 1)", default=1, **count)
-    add("output_format", "shards for this engine and FasterTransformer's backend in <N>-gpu "
-        "(default), a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM, "
-        "peft, the adapter of --lora apart from its model, for these, or a checkpoint torch_dist "
-        "from which Megatron-LM trains on",
+    add("output_format", "fastertransformer: shards in <N>-gpu for this engine and "
+        "FasterTransformer's backend (default); huggingface: a folder for transformers, vLLM, "
+        "SGLang and TensorRT-LLM; peft: the adapter of --lora without its model, for these; "
+        "torch_dist: a checkpoint from which Megatron-LM continues training",
         choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0])  # fmt: skip
     add("weight_data_type", "type on disk", required=True, choices=WEIGHT_DATA_TYPES)
-    add("processes", f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)",
+    add("processes", f"workers (default: one per core, at most {_MOST_WORKERS}: {workers} here)",
         default=workers, **count)  # fmt: skip
     add("pp_size", "pipeline stages of inference, to check that they divide the layers",
         default=1, **count)  # fmt: skip
@@ -75,7 +75,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("given", "a config.ini value that the checkpoint lacks, such as head_num=16; repeat for "
         "more", metavar="KEY=VALUE", action="append", default=[])  # fmt: skip
     kinds: dict[Any, Fields] = {
-        int: {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
+        int: {"type": _bytes, "metavar": "SIZE"},  # every number among the options is a size
         bool: {"action": "store_true"},
         Path | None: {"type": Path, "metavar": "FILE"},
         str | None: {"metavar": "SIZE"},
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def summary_text(summary: ConversionSummary) -> str:
-    """Return a conversion's summary as text."""
+    """Return the text that the command prints after a conversion."""
     lines = [f"warning: {remark}" for remark in summary.remarks]
     if summary.already_done:
         lines.append(f"{summary.ft_dir} is already complete; nothing to do")

@@ -1,3 +1,3 @@
-"""Values, messages, files and commands: what every other package stands on, and imports none."""
+"""Values, messages, files and commands that every other package uses; it imports none of them."""
 
 __version__ = "0.2.0"

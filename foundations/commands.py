@@ -1,4 +1,4 @@
-"""Helpers of the commands: output, progress, errors in plain words."""
+"""Helpers of the command-line programs: output, progress, and errors in plain words."""
 
 import argparse
 import io
@@ -28,7 +28,7 @@ def complain(text: str) -> None:
 
 
 def accept_any_text() -> None:
-    """Let standard output escape characters that the locale lacks, as standard error does."""
+    """Make standard output escape what the locale cannot encode, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -56,10 +56,10 @@ def run_command(
 
 
 def parse_pair(text: str, option: str) -> tuple[str, str]:
-    """Return the key and the value of an option's KEY=VALUE.
+    """Return the key and the value of an option written as KEY=VALUE.
 
     Raises:
-        ValueError: It has another form.
+        ValueError: The text has another form.
     """
     key, separator, value = text.partition("=")
     if not (key and separator):
@@ -102,7 +102,7 @@ class ProgressLine:
 def command_parser(
     name: str, text: str, epilog: str = "", *, package: str = "export_scripts"
 ) -> argparse.ArgumentParser:
-    """Return a parser for `python -m <package>.<name>` with its help text left unwrapped."""
+    """Return a parser for `python -m <package>.<name>` whose help text is not wrapped."""
     return argparse.ArgumentParser(
         prog=f"python -m {package}.{name}",
         description=textwrap.dedent(text).strip(),

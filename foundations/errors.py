@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 _MOST_LISTED = 20
-_MOST_CHARACTERS = 4000  # of one message, which may repeat a value of a checkpoint
+_MOST_CHARACTERS = 4000  # per message; it may quote a value of a checkpoint
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint that differs from what is expected; every difference is listed.
+    """A checkpoint is not what was expected; every difference is listed.
 
     Attributes:
         problems: One sentence per difference, in the order found.
     """
 
     def __init__(self, problems: Iterable[str] | str) -> None:
-        given = [problems] if isinstance(problems, str) else problems
-        self.problems: list[str] = [without_middle(printable(problem)) for problem in given]
+        texts = [problems] if isinstance(problems, str) else problems
+        self.problems: list[str] = [without_middle(printable(text)) for text in texts]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
@@ -25,21 +25,21 @@ class CheckpointMismatchError(ValueError):
 
 
 class UnreadTypeError(CheckpointMismatchError):
-    """A sound checkpoint whose values are of a type that is not read here."""
+    """An intact checkpoint holds values of a type that is not supported here."""
 
 
 def printable(text: str) -> str:
-    """Return a text that may hold names of others, with their control characters spelled out.
+    """Return a text with control characters escaped, except line feeds.
 
-    A terminal would obey them. Lines stay lines.
+    Names from a checkpoint may hold some, which a terminal would obey.
     """
     return "".join(
-        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
     )
 
 
 def without_middle(text: str) -> str:
-    """Return a message without the middle of a value that is far too long to be read."""
+    """Return a message without its middle if it is too long to read."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     head, tail = text[: _MOST_CHARACTERS // 2], text[-_MOST_CHARACTERS // 4 :]
@@ -47,13 +47,13 @@ def without_middle(text: str) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 8) -> str:
-    """Return the first of several names, printable, and the number of the rest."""
+    """Return the first names, printable, and the number of the others."""
     more = len(names) - most
     return printable(", ".join(names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
-    """Return the first problems of one kind, each after a prefix, and the number of the rest."""
+    """Return the first problems of one kind, each with a prefix, and the number of the others."""
     more = len(problems) - _MOST_LISTED
     shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])

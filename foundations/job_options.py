@@ -1,6 +1,6 @@
-"""The keys that every section of a stage has: its job's name, time and resources."""
+"""Keys that the section of every stage has: its job's name, time and resources."""
 
-# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is a valid default
 
 from dataclasses import dataclass, fields
 from typing import Any

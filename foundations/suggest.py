@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-_LIKE = 0.75  # from which on a name is taken for another, mistyped
+_MIN_SIMILARITY = 0.75  # a name at least this similar to a known one is taken for a typing error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -14,17 +14,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name most like `name`.
+    """Return the known name most similar to `name`, None if none is similar.
 
-    Case does not count. Of names with dots or slashes the last part counts too: the right key in
-    the wrong group is a close match.
+    Case is ignored. Where names have dots or slashes, their last parts are compared, too: the
+    right key in the wrong group is a close match.
     """
-    likeness, near = max(((_likeness(name, each), each) for each in known), default=((0.0,), None))
-    return near if likeness[0] >= _LIKE else None
+    ranked = ((_similarity(name, candidate), candidate) for candidate in known)
+    similarity, near = max(ranked, default=((0.0,), None))
+    return near if similarity[0] >= _MIN_SIMILARITY else None
 
 
-def _likeness(name: str, known: str) -> tuple[float, ...]:
-    """Return how alike two names are: the whole, or their last parts; among equals the whole."""
+def _similarity(name: str, known: str) -> tuple[float, ...]:
+    """Return the similarity of two names (whole or last parts), and of the whole to break ties."""
     pairs = [(name.lower(), known.lower())]
     pairs.append((re.split("[./]", pairs[0][0])[-1], re.split("[./]", pairs[0][1])[-1]))
     whole, last = (

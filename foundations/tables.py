@@ -11,9 +11,9 @@ def text_table(
     rule: bool = True,
     paint: Callable[[str], str] = str,
 ) -> str:
-    """Return rows as aligned columns, those of `right` to the right, under a head and a rule.
+    """Return rows as aligned columns under a head and a rule; `right` lists right-aligned columns.
 
-    `paint` adds what has no width, such as colours, to each padded cell.
+    `paint` decorates each padded cell without changing its width, such as by colours.
     """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
@@ -30,7 +30,7 @@ def text_table(
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows as a table of Markdown, whose cells cannot end it."""
+    """Return rows as a Markdown table; vertical bars in cells are escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines

@@ -12,9 +12,9 @@ def minutes(value: Any) -> int:
     """Return a time limit in minutes, rounded up.
 
     Raises:
-        ValueError: the notation is unknown, the limit is zero or above ten years, or it is an
-            integer that YAML has made of an unquoted clock time (`2:00:00` becomes 7200, which
-            would mean five days).
+        ValueError: The notation is unknown, the limit is zero or above ten years, or YAML made
+            an integer of an unquoted clock time (`2:00:00` becomes 7200, which would mean five
+            days).
     """
     text = str(value).strip()
     match = _LIMIT.fullmatch(text)

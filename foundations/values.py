@@ -1,6 +1,6 @@
-"""One key of the configuration: its meaning, its range, and what is wrong with a value of it.
+"""Keys of the configuration: their meaning, their ranges, and the checks of their values.
 
-pydantic checks types, ranges and the shape of the whole; the rules for texts and paths are here.
+pydantic checks types, ranges and structure; the rules for strings and paths are here.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema, ErrorDetails
 
-MISSING: Any = "???"  # OmegaConf's value of a key without one
+MISSING: Any = "???"  # OmegaConf's mark of a key without a value
 
-# The longest name of a file, and the longest path, that Linux takes.
+# Linux's limits of a file name and of a path.
 _PART_BYTES, _PATH_BYTES = 255, 4096
-# Names of models and jobs become parts of file names, with words before and after them.
+# Names of models and jobs become parts of file names, with prefixes and suffixes.
 NAME_BYTES = 128
-# Bounds beyond which a number can only be a typing error.
+# A number beyond these can only be a typing error.
 NODE_CPUS, NODE_MEMORY_GB, NODE_GPUS = 4096, 65536, 64
 TOKENS, SECONDS, PORT = 1 << 20, 30 * 24 * 3600, 65535
-INT32 = (1 << 31) - 1  # numbers of config.pbtxt
+INT32 = (1 << 31) - 1  # the largest integer in config.pbtxt
 _NAME = re.compile(r"[\w.-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# pydantic's kind of error -> what it says in Python's words.
+# pydantic's type of error -> the wording here.
 _EXPECTED = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
@@ -49,10 +49,10 @@ _Record = typing.TypeVar("_Record")
 
 
 class WrongValuesError(ValueError):
-    """A record refuses values.
+    """Values of a record are wrong.
 
     Attributes:
-        problems: a sentence for each wrong value, by the name of its key.
+        problems: key -> a sentence about its wrong value.
     """
 
     def __init__(self, problems: Mapping[str, str]) -> None:
@@ -62,9 +62,9 @@ class WrongValuesError(ValueError):
 
 @dataclass(frozen=True)
 class Within:
-    """The range of each number of a list, as in `list[Annotated[int, Within(1, 8)]]`.
+    """The range of each number in a list, as in `list[Annotated[int, Within(1, 8)]]`.
 
-    pydantic asks it; what only declares options does without that package.
+    pydantic calls it; a module that only declares options need not import pydantic.
     """
 
     low: float
@@ -79,7 +79,7 @@ class Within:
 def option(
     text: str, default: Any = MISSING, *, within: tuple[float, float] | None = None, **facts: Any
 ) -> Any:
-    """Return a dataclass field with facts of `Key` about it; pydantic reads `ge` and `le`."""
+    """Return a dataclass field with attributes of `Key`; pydantic reads `ge` and `le`."""
     metadata: dict[str, Any] = {"text": text, **facts}
     if within is not None:
         metadata |= dict(zip(("ge", "le"), within, strict=True))
@@ -95,13 +95,13 @@ class Key:
     name: str  # dotted name
     type: Any  # its Python type
     text: str  # its meaning, for `--help` and messages
-    default: Any  # value where no file and no override gives one
-    choices: tuple[Any, ...] = ()  # every value that it takes; empty for any
-    is_path: bool = False  # names files or folders, and is made absolute
+    default: Any  # its value if no file and no override sets one
+    choices: tuple[Any, ...] = ()  # the allowed values; empty: any
+    is_path: bool = False  # names files or folders; made absolute
     is_name: bool = False  # becomes part of names of files and jobs
-    has_lines: bool = False  # a text that may have several lines
-    form: tuple[str, str] | None = None  # pattern of its values, or of entries; how to write one
-    check: Callable[[Any], object] | None = None  # raises ValueError with what is wrong with it
+    has_lines: bool = False  # the text may have several lines
+    form: tuple[str, str] | None = None  # pattern of a value or list entry; how to write one
+    check: Callable[[Any], object] | None = None  # raises ValueError with the reason
     ge: float | None = None  # smallest value of a number
     le: float | None = None  # largest value of a number
 
@@ -112,17 +112,17 @@ class Key:
 
     @property
     def kinds(self) -> set[Any]:
-        """The types of which a value, or an entry of a list, has one."""
+        """The types that a value, or an entry of a list, may have."""
         return {self.type, *typing.get_args(self.type)}
 
     def read(self, value: Any) -> Any:
         """Return a value with its paths absolute.
 
         Raises:
-            ValueError: a text, path or choice is refused; the message is a whole sentence.
+            ValueError: The value is refused; the message is a whole sentence.
         """
         is_null = value is None and type(None) in self.kinds
-        chosen = {shown(each): each for each in self.choices}  # where 1 is not true
+        chosen = {shown(each): each for each in self.choices}  # by text, in which 1 is not true
         if self.choices and shown(value) not in chosen and not is_null:
             hint = did_you_mean(str(value), chosen)
             known = ", ".join(chosen)
@@ -145,7 +145,7 @@ class Key:
         if isinstance(entry, bool) and {int, float} & self.kinds:
             raise ValueError("expected a number")
         if isinstance(entry, float) and int in self.kinds and float not in self.kinds:
-            raise ValueError("expected a whole number")  # references would have its text, 2.0
+            raise ValueError("expected a whole number")  # an interpolation would insert 2.0
         if not isinstance(entry, str):
             return entry
         if problem := self._text_problem(entry):
@@ -179,13 +179,13 @@ def _size(text: str) -> int:
 
 
 def _absolute(text: str) -> str:
-    """Return the absolute form of a path; links are kept except before '..'.
+    """Return a path made absolute; symbolic links are resolved only if it contains '..'.
 
-    `~` and environment variables are replaced where the shell has not done so. A URL of an object
-    store stays as it is.
+    `~` and environment variables that the shell left are expanded. The URL of an object store is
+    returned unchanged.
 
     Raises:
-        ValueError: there is no such variable or user.
+        ValueError: A variable or user does not exist.
     """
     if "://" in text:
         return text
@@ -200,10 +200,10 @@ def _absolute(text: str) -> str:
 
 
 def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
-    """Return a dataclass, with nested ones, from the values of its keys by their dotted names.
+    """Return a dataclass, including nested ones, from values by dotted key.
 
     Raises:
-        WrongValuesError: values have another type, are out of range, or break a rule of their key.
+        WrongValuesError: Values have another type, are out of range, or break a rule of their key.
     """
     from pydantic import ValidationError
 
@@ -235,7 +235,7 @@ def _read(key: Key, value: Any, wrong: dict[str, str]) -> Any:
 
 
 def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
-    """Return pydantic's objection to a value as a sentence with its key."""
+    """Return an error of pydantic as a sentence that names the key."""
     problem = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input "))
     if key.ge is not None:
         kind = "a whole number" if int in key.kinds else "a number"
@@ -249,8 +249,8 @@ def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
 def put(values: dict[str, Any], name: str, value: Any) -> None:
     """Set the value of a dotted name in nested mappings."""
     *sections, leaf = name.split(".")
-    for each in sections:
-        values = values.setdefault(each, {})
+    for section in sections:
+        values = values.setdefault(section, {})
     values[leaf] = value
 
 
@@ -263,15 +263,15 @@ def keys_of(root: type, prefix: str = "") -> Iterator[Key]:
             assert isinstance(kind, type)
             yield from keys_of(kind, f"{name}.")
             continue
-        made = each.default_factory
-        default = each.default if made is dataclasses.MISSING else made()
+        factory = each.default_factory
+        default = each.default if factory is dataclasses.MISSING else factory()
         yield Key(
             name=name, type=kind, default=[*default] if default == () else default, **each.metadata
         )
 
 
 def name_problem(text: str) -> str | None:
-    """Return why a text cannot be part of the names of files and jobs, if so."""
+    """Return why a text cannot be part of the names of files and jobs; None if it can."""
     rule = "use letters, digits and . _ -"
     if not text:
         return f"is empty; {rule}"
@@ -283,7 +283,7 @@ def name_problem(text: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+    """Return a value as YAML writes it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -294,12 +294,12 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a text with its middle left out where it is long."""
+    """Return a text, without its middle if it is long."""
     return text if len(text) <= 120 else f"{text[:60]}...{text[-20:]}"
 
 
 def amount(value: float) -> str:
-    """Return a number with three digits and a decimal unit."""
+    """Return a number with three digits and a decimal prefix, such as `1.23 M`."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -1,6 +1,6 @@
-"""Source checkpoints: one reader for each container format, opened by `open_checkpoint`.
+"""Source checkpoints: a reader for each container format, chosen by `open_checkpoint`.
 
-Readers know names, shapes and bytes; what a tensor means to a model is in `families`.
+Readers know names, shapes and bytes; `families` knows what a tensor means to a model.
 """
 
 import fnmatch
@@ -27,9 +27,9 @@ from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
 from foundations.errors import CheckpointMismatchError
 
-LATEST = "latest"  # of the NeMo launcher's configurations
+LATEST = "latest"  # as the NeMo launcher's configurations write it
 
-# How a format is recognised and opened. Tried in order; the first that recognises a path opens it.
+# Format -> (recognises a path, opens it). Tried in order; the first that recognises a path wins.
 FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReader]]] = {
     "huggingface": (is_huggingface, open_huggingface),
     "jax": (step_directory, open_jax),
@@ -42,10 +42,10 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReade
 
 
 def recognise_format(path: Path) -> str:
-    """Return the format of a path; only names and first bytes are read.
+    """Return the format of a checkpoint; only file names and first bytes are read.
 
     Raises:
-        ValueError: The path does not exist, or is not a known checkpoint.
+        ValueError: The path does not exist, or is not a checkpoint of a known format.
     """
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist")
@@ -81,23 +81,23 @@ def open_checkpoint(
 
     Args:
         path: File or folder; the root of a Hugging Face cache folder stands for its snapshot.
-        scratch_dir: Where a gzip archive is unpacked while the reader is in use.
-        name: Name, or shell pattern, of one of several checkpoints in the folder; None, or latest,
-            for the last.
-        base: The model on top of which a NeMo archive was trained. Such archives (prompt tables,
-            adapters, IA3) do not state the depth of the model's stages.
-        settings: The config.json, or its folder, of a trainer's checkpoint that lacks one.
+        scratch_dir: The folder in which a gzip archive is unpacked while the reader is in use.
+        name: The name, or a shell pattern, of one of several checkpoints in the folder; None or
+            latest for the last.
+        base: The base model of a NeMo archive of prompt tables, adapters or IA3, which does not
+            state the depth of the model's stages.
+        settings: The config.json, or its folder, for a trainer's checkpoint without one.
 
     Raises:
         ValueError: The path does not exist, or is not a known checkpoint; no checkpoint has the
-            name, or several do; what was trained on top is not a NeMo archive; it states its own
-            settings.
-        CheckpointMismatchError: It is damaged, incomplete or unsafe.
+            name, or several have it; `base` is given for another format than NeMo's, or `settings`
+            for a checkpoint that has some.
+        CheckpointMismatchError: The checkpoint is damaged, incomplete or unsafe.
     """
     path, name = chosen_entry(Path(path), name)
     try:
         found = recognise_format(path)
-    except OSError as error:  # a file went while its folder was listed
+    except OSError as error:  # a file was deleted while its folder was listed
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
     _, open_format = FORMATS[found]
     if found == "nemo":
@@ -122,10 +122,10 @@ def open_checkpoint(
 
 
 def chosen_entry(path: Path, name: str | None) -> tuple[Path, str | None]:
-    """Return the entry of a folder that a name chooses, and the name if it chooses within ranks.
+    """Return the entry of a folder that `name` selects; else the folder, and the name.
 
     Raises:
-        ValueError: No checkpoint has the name, or several do.
+        ValueError: No checkpoint has the name, or several have it.
     """
     path = snapshot_folder(path)
     if name in (None, LATEST):

@@ -1,7 +1,7 @@
 """The interface of source formats: named tensors as byte ranges of files, read on demand.
 
-No reader holds tensors. An index is built without numpy, so that a check on a login node can see
-every name and shape; `StoredTensor.load` maps the bytes when a conversion needs them.
+Readers hold no tensors. They index a checkpoint without numpy, so that a check on a login node
+sees every name and shape; `StoredTensor.load` maps the bytes when a conversion needs them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from foundations.files.json_content import Fields, Table, json_object
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-_MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
-_MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
+_MAX_SMALL_BYTES = 64 << 20  # an index has about a hundred bytes per tensor
+_MAX_YAML_BYTES = 1 << 20  # read in about ten seconds
 _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
-# Written by torch.serialization.set_crc32_options(False) in place of checksums.
+# torch writes it in place of a checksum after torch.serialization.set_crc32_options(False).
 NO_CRC = 0
-# Checksums are computed piece by piece, so that a large record does not stay in memory.
+# A checksum is computed in steps of this size, so that a large record does not fill the memory.
 _CHECKED_BYTES = 64 << 20
 _COMPARED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class Record:
-    """A byte range of a file with the checksum its archive states."""
+    """A byte range of a file, with its checksum from the archive."""
 
     path: Path
     offset: int
@@ -51,14 +51,14 @@ class Record:
 
 
 class Piece:
-    """A training rank's piece of a tensor: a `StoredTensor`, or what is made of several."""
+    """A training rank's part of a tensor: a `StoredTensor`, or one made of several."""
 
     dtype: str  # key of SOURCE_TYPES
     shape: Shape
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
+        """The stored tensors that it consists of."""
         raise NotImplementedError
 
     @property
@@ -67,13 +67,13 @@ class Piece:
         return math.prod(self.shape) * SOURCE_TYPES[self.dtype][0]
 
     def load(self, maps: FileMaps) -> Array:
-        """Return the values: a read-only view of a file, unless they are gathered or computed."""
+        """Return the values: a read-only view of a file, or an array if gathered or computed."""
         raise NotImplementedError
 
     def slabs(self, axis: int | None, unit: int = 1) -> Pieces:  # noqa: ARG002
-        """Return consecutive parts along an axis that need less gathering than the whole.
+        """Return consecutive parts along an axis that take less memory to gather than the whole.
 
-        Without an axis, the whole; `unit` of the axis's entries belong together.
+        The length of each is a multiple of `unit`. Without an axis, the whole is returned.
         """
         return (self,)
 
@@ -94,9 +94,9 @@ class StoredTensor(Piece):
     path: Path  # file that holds the bytes
     offset: int  # byte offset of the first element in that file
     dtype: str  # key of SOURCE_TYPES
-    shape: Shape  # sizes
-    stride: Shape | None = None  # steps in elements when the tensor is not contiguous
-    record: Record | None = None  # the checksummed record the tensor is in, if the archive has one
+    shape: Shape
+    stride: Shape | None = None  # in elements; None: contiguous
+    record: Record | None = None  # the record with a checksum that holds it, if there is one
 
     @property
     def span_bytes(self) -> int:
@@ -136,7 +136,7 @@ class StoredTensor(Piece):
 
 @dataclass(frozen=True)
 class ComputedPiece(Piece):
-    """Values that are computed of stored tensors."""
+    """Values that are computed from stored tensors."""
 
     dtype: str
     shape: Shape
@@ -145,7 +145,7 @@ class ComputedPiece(Piece):
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that are read."""
+        """The stored tensors that it is computed from."""
         return self.inputs
 
     def load(self, maps: FileMaps) -> Array:
@@ -153,21 +153,21 @@ class ComputedPiece(Piece):
         return self.compute(maps)
 
     def select(self, index: int) -> ComputedPiece:
-        """Return the values at `index` of the first axis, for which all are computed."""
+        """Return the values at `index` of the first axis; loading them computes all."""
         return ComputedPiece(
             self.dtype, self.shape[1:], self.inputs, lambda maps: self.compute(maps)[index]
         )
 
 
-Pieces = tuple[Piece, ...]  # of one tensor, in order of training tensor-parallel rank
+Pieces = tuple[Piece, ...]  # a tensor's parts, in order of training tensor-parallel rank
 Tensors = dict[str, Pieces]  # by name
-IsPassed = Callable[[str], bool]  # of a setting's name: whether the user passes it
+IsPassed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
 
 
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
-    """Return whether pieces are known to hold the same values as as many others.
+    """Return whether two lists of pieces are known to hold the same values.
 
-    Stored ones are compared byte by byte, computed ones by what computes them.
+    Stored tensors are compared byte by byte, computed ones by their inputs and function.
     """
     if [(type(a), a.shape) for a in first] != [(type(b), b.shape) for b in second]:
         return False
@@ -181,10 +181,10 @@ def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps)
 
 
 class FileMaps:
-    """Read-only memory maps of source files, opened once each; safe to share among threads.
+    """Read-only memory maps of source files, each opened once. Thread-safe.
 
-    Python keeps a mapped file open, so this process's limit of open files is raised as far as it
-    goes: a source can have thousands of files, and the usual limit is 1,024.
+    Python keeps a mapped file open. The process's limit of open files, usually 1,024, is therefore
+    raised to its maximum: a source can have thousands of files.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class FileMaps:
             return self._maps[path]
 
     def is_same(self, one: StoredTensor, other: StoredTensor) -> bool:
-        """Return whether tensors of the same layout in their files have the same bytes."""
+        """Return whether two tensors have the same type, shape, strides and bytes."""
         if (one.dtype, one.shape, one.stride) != (other.dtype, other.shape, other.stride):
             return False
         mine, theirs, size = self.map(one.path), self.map(other.path), one.span_bytes
@@ -221,7 +221,7 @@ class FileMaps:
     def is_intact(self, tensor: StoredTensor) -> bool:
         """Return whether a tensor's bytes match the archive's checksum; True without one.
 
-        Every record is read once.
+        A record is read once, however many tensors it holds.
         """
         if (record := tensor.record) is None:
             return True
@@ -238,12 +238,12 @@ class FileMaps:
         for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
             end = min(start + _CHECKED_BYTES, record.offset + record.size)
             found = crc32(view[start:end], found)
-            if record.size > tensor.span_bytes:  # the rest is not needed now
+            if record.size > tensor.span_bytes:  # most of it is not needed now
                 self._drop(record.path, start, end)
         return found
 
     def forget(self, tensor: StoredTensor) -> None:
-        """Drop a tensor's pages from this process; the system's cache keeps them."""
+        """Drop a tensor's pages from this process; the page cache keeps them."""
         self._drop(tensor.path, tensor.offset, tensor.offset + tensor.span_bytes)
 
     def _drop(self, path: Path, start: int, end: int) -> None:
@@ -254,7 +254,7 @@ class FileMaps:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def prefetch(self, tensor: StoredTensor) -> None:
-        """Start reading a tensor's bytes ahead."""
+        """Start reading a tensor's bytes in the background."""
         mapped = self.map(tensor.path)
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         if (length := min(tensor.offset + tensor.span_bytes, len(mapped)) - start) > 0:
@@ -295,7 +295,7 @@ class _RawRegion(io.FileIO):
                             f"{region.offset + self._size}, the file at {end}")  # fmt: skip
         self._position = 0
 
-    # Those of a whole file would read beyond the range.
+    # The methods of FileIO would read beyond the range.
     read = io.RawIOBase.read  # type: ignore[assignment]
     readall, tell = io.RawIOBase.readall, io.RawIOBase.tell
 
@@ -311,49 +311,49 @@ class _RawRegion(io.FileIO):
         return count
 
 
-Files = dict[str, Region]  # by their names in a folder or an archive
+Files = dict[str, Region]  # by name in a folder or an archive
 
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """A source checkpoint: its configuration and its tensors under logical names.
+    """A source checkpoint: its configuration, and its tensors under logical names.
 
-    Layers are numbered over all pipeline stages, and a tensor that was cut over training ranks has
-    one piece per rank.
+    Layers are numbered over all pipeline stages; a tensor that training ranks shared has a piece
+    per rank.
     """
 
     format: str  # name of the format, such as huggingface
     path: Path  # the path that was opened
-    config: Table  # the model's configuration as the source wrote it
+    config: Table  # the model's configuration as the source has it
     # Name -> its pieces in order of training tensor-parallel rank.
     tensors: Mapping[str, Pieces]
-    files: tuple[Path, ...]  # every file the checkpoint consists of
-    # The tokenizer files that come with it, by their names in the FT folder.
+    files: tuple[Path, ...]  # every file of the checkpoint
+    # The checkpoint's tokenizer files, by their names in the FT folder.
     tokenizer: Files = field(default_factory=dict)
-    # Matrices that are stored in FP8 (out, in), and their scales (out, groups of inputs).
+    # Name -> a matrix stored in FP8 (out, in), and its scales (out, groups of inputs).
     fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
-    fp8_group: int = 0  # inputs of a scale; 0: all
-    remarks: tuple[str, ...] = ()  # what to report, such as the choice among several files
+    fp8_group: int = 0  # inputs per scale; 0: all
+    remarks: tuple[str, ...] = ()  # for the report, such as the choice among several files
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.
     is_distributed: bool = False
-    # The config.json that describes the model, where `config` is not one; and the mapping of that.
+    # The config.json of the model if `config` is another format, and the name of its mapping.
     settings: Table = field(default_factory=dict)
     origin: str = ""
-    # The folder of a trainer's config.json and tokenizer, which are not with the weights.
+    # The folder of config.json and tokenizer if it is not the folder of the weights.
     described_in: Path | None = None
 
     @property
     def home(self) -> Path:
-        """The folder, or file, of the settings and the tokenizer."""
+        """The folder, or file, that holds the settings and the tokenizer."""
         return self.described_in or self.path
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:
     """Return a digest that changes when a source file is replaced or edited.
 
-    It covers each file's name, size, modification time and its first and last 64 KiB, where torch
-    and safetensors files keep their indices and checksums.
+    It covers each file's name, size, modification time, and first and last 64 KiB, which hold the
+    indices and checksums of torch and safetensors files.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -372,11 +372,11 @@ def truncated(path: Path, what: str) -> CheckpointMismatchError:
 
 
 def read_small(source: Region | Path) -> bytes:
-    """Return the contents of a checkpoint's configuration or table of files.
+    """Return the contents of a checkpoint's configuration or index.
 
     Raises:
-        CheckpointMismatchError: It is larger than such files are.
-        OSError: It cannot be read.
+        CheckpointMismatchError: The file is larger than such files are.
+        OSError: The file cannot be read.
     """
     region = source if isinstance(source, Region) else Region(source)
     with region.open() as stream:
@@ -389,15 +389,17 @@ def read_small(source: Region | Path) -> bytes:
 
 
 def read_name(path: Path) -> str:
-    """Return what a file of one line names, such as the last checkpoint of a run."""
+    """Return the name in a file of one line, such as that of a run's last checkpoint."""
     return read_small(path).decode(errors="replace").strip()
 
 
 def yaml_table(content: bytes, source: object) -> Fields:
-    """Return the table in a YAML file of a checkpoint, called `source`; an empty file has one too.
+    """Return the table in a checkpoint's YAML file; of an empty file, an empty one.
+
+    `source` names the file in messages.
 
     Raises:
-        CheckpointMismatchError: It holds something else.
+        CheckpointMismatchError: The content is not a table, or is too large.
     """
     import yaml
 
@@ -410,7 +412,7 @@ def yaml_table(content: bytes, source: object) -> Fields:
         table = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{source} is not YAML: {error}") from error
-    except (LookupError, AttributeError) as error:  # of PyYAML, on `!!bool yep`
+    except (LookupError, AttributeError) as error:  # PyYAML's, for `!!bool yep`
         raise CheckpointMismatchError(
             f"{source} is not YAML: a value does not fit its tag"
         ) from error
@@ -420,9 +422,9 @@ def yaml_table(content: bytes, source: object) -> Fields:
 
 
 def _count_values(node: Any, counts: dict[int, int]) -> int:
-    """Return the number of values in a YAML node with its aliases repeated."""
+    """Return the number of values in a YAML node after its aliases are expanded."""
     if node is not None and id(node) not in counts:
-        counts[id(node)] = _MOST_VALUES  # of a node in itself
+        counts[id(node)] = _MOST_VALUES  # in case the node contains itself
         count = 1
         if not isinstance(node.value, str):
             inner = (each if isinstance(each, tuple) else (each,) for each in node.value)
@@ -436,10 +438,10 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
 
 
 def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> Fields:
-    """Return the object in a JSON file of a checkpoint, as `json_object`.
+    """Return the object in a checkpoint's JSON text, as `json_object` does.
 
     Raises:
-        CheckpointMismatchError: It holds something else.
+        CheckpointMismatchError: The text is not an object.
     """
     try:
         return json_object(content, source, is_strict=is_strict)
@@ -448,10 +450,10 @@ def json_table(content: bytes | str, source: object, *, is_strict: bool = False)
 
 
 def json_file(source: Region | Path) -> Fields:
-    """Return the object in a JSON file of a checkpoint.
+    """Return the object in a checkpoint's JSON file.
 
     Raises:
-        CheckpointMismatchError: It holds something else, is far too large, or cannot be read.
+        CheckpointMismatchError: The file is not an object, is far too large, or cannot be read.
     """
     try:
         return json_table(read_small(source), source)

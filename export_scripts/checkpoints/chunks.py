@@ -1,6 +1,6 @@
-"""Tensors in several chunks, as distributed checkpoints store them.
+"""Tensors in chunks, as distributed checkpoints store them.
 
-A chunk is a box of the whole tensor. The layout over training ranks no longer matters.
+A chunk is a box of the whole tensor, whatever the layout of the training ranks was.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from foundations.errors import listed, refuse
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-# Pairs of chunks are compared, which a damaged index could make endless.
+# Every pair of chunks is compared, which a damaged index could make endless.
 _MOST_CHUNKS = 4096
 
 
-ChunkOffset = Shape  # index of a chunk's first value on each axis of the whole
+ChunkOffset = Shape  # index of a chunk's first value on each axis of the whole tensor
 
 
 @dataclass(frozen=True)
 class ChunkedTensor(Piece):
-    """One whole tensor in chunks."""
+    """A whole tensor in chunks."""
 
     dtype: str
     shape: Shape
@@ -36,15 +36,16 @@ class ChunkedTensor(Piece):
 
     @property
     def ordered(self) -> Pieces:
-        """The chunks in order of their places.
+        """The chunks in order of their offsets.
 
-        In this order, chunks that fill a shape lie at the same places if they have the same sizes.
+        In this order, two lists of chunks that fill the same shape and have the same sizes also
+        have the same offsets.
         """
         return tuple(self.chunks[begin] for begin in sorted(self.chunks))
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
+        """The stored tensors that it consists of."""
         return tuple(stored for chunk in self.ordered for stored in chunk.stored)
 
     @property
@@ -76,7 +77,7 @@ class ChunkedTensor(Piece):
         return self.ordered
 
     def problems(self) -> list[str]:
-        """Return the reason the chunks do not make the whole: overlap, excess or holes."""
+        """Return why the chunks do not make up the whole: overlap, excess or holes."""
         if len(self.chunks) > _MOST_CHUNKS:
             return [f"it has {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
         boxes = [
@@ -93,7 +94,7 @@ class ChunkedTensor(Piece):
             for axis, bounds in enumerate(zip(begin, end, strict=True))
             if bounds != (0, self.shape[axis])
         }
-        # Cut along one axis, as fully sharded training leaves them, only neighbours can overlap.
+        # If a tensor is cut along one axis, as by FSDP, only neighbours can overlap.
         pairs = (
             itertools.pairwise(sorted(boxes))
             if len(cut) < 2
@@ -122,24 +123,24 @@ class ChunkedTensor(Piece):
 
 
 def chunked(piece: Piece) -> ChunkedTensor:
-    """Return a piece as a tensor in chunks, of which it may be the only one."""
+    """Return a piece as a chunked tensor; it may be the only chunk."""
     if isinstance(piece, ChunkedTensor):
         return piece
     return ChunkedTensor(piece.dtype, piece.shape, {(0,) * len(piece.shape): piece})
 
 
 def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
-    """Check that the chunks of tensors make the wholes.
+    """Check that the chunks of each tensor make up the whole.
 
     Raises:
-        CheckpointMismatchError: Chunks overlap, reach beyond a whole, or leave holes.
+        CheckpointMismatchError: Chunks overlap, reach beyond their tensor, or leave holes.
     """
     problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
     refuse(listed(problems, f"{where}: "))
 
 
 def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
-    """Return two tensors of one type one after the other along their first axis."""
+    """Return two tensors of one type concatenated along their first axis."""
     rows = first.shape[0]
     moved = {(begin[0] + rows, *begin[1:]): values for begin, values in second.chunks.items()}
     shape = (rows + second.shape[0], *first.shape[1:])
@@ -147,5 +148,5 @@ def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
 
 
 def _end(begin: ChunkOffset, values: Piece) -> ChunkOffset:
-    """Return the index behind a chunk's last value on each axis."""
+    """Return the index after a chunk's last value on each axis."""
     return tuple(map(operator.add, begin, values.shape))

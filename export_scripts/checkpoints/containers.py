@@ -1,4 +1,4 @@
-"""The members of an archive or a folder by name, each as a byte range of a real file.
+"""The members of an archive or a folder by name, each a byte range of a real file.
 
 An uncompressed tar is read in place. A gzip tar is unpacked once, as one tar, into a scratch
 folder. Member names that could leave their folder, links and devices are refused.
@@ -23,26 +23,26 @@ from foundations.files.tree import files_below
 _COPY_BYTES = 1 << 22
 _GZIP_MAGIC = b"\x1f\x8b"
 
-# Weights barely compress; anything that grows beyond both is not a checkpoint.
+# Weights barely compress; an archive that unpacks to more than both limits is not a checkpoint.
 _BOMB_RATIO = 50
 _BOMB_FLOOR_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Container:
-    """Named members of an archive or folder."""
+    """The named members of an archive or folder, or of a folder in it."""
 
     path: Path  # the archive or folder
     members: Files  # normalised relative name -> its byte range
-    # Holds the scratch folder of an unpacked gzip while the container is in use.
+    # Keeps the scratch folder of an unpacked gzip while the container is in use.
     kept: tuple[Any, ...] = field(default=(), compare=False)
-    folder: str = ""  # of the archive, with a slash at the end, if it is of one of its folders
+    folder: str = ""  # the folder in it, with a slash at the end; empty: all of it
 
     def __str__(self) -> str:
         return f"{self.path}:{self.folder}" if self.folder else str(self.path)
 
     def within(self, folder: str) -> Container:
-        """Return the members of a folder, whose name has a slash at the end."""
+        """Return the members of a folder; its name ends with a slash."""
         members = {
             name.removeprefix(folder): region
             for name, region in self.members.items()
@@ -51,10 +51,10 @@ class Container:
         return Container(self.path, members, self.kept, self.folder + folder)
 
     def needed(self, name: str, why: str) -> Region:
-        """Return a member; `why` ends the message where it is missing.
+        """Return a member.
 
         Raises:
-            CheckpointMismatchError: It is missing.
+            CheckpointMismatchError: It is missing; the message ends with `why` it is needed.
         """
         if name not in self.members:
             raise CheckpointMismatchError(f"{self.path} lacks {self.folder}{name}, {why}")
@@ -65,7 +65,7 @@ def read_yaml(container: Container, name: str) -> Fields:
     """Return the table in a member.
 
     Raises:
-        CheckpointMismatchError: It is not YAML, not a table, empty, or too large.
+        CheckpointMismatchError: The member is not YAML, not a table, empty, or too large.
     """
     table = yaml_table(read_small(container.members[name]), source := f"{container.path}: {name}")
     if not table:
@@ -141,7 +141,7 @@ def _tar_members(tar: Path, shown: Path) -> Files:
                     members[name] = Region(tar, info.offset_data, info.size, name)
     except CheckpointMismatchError:
         raise
-    except (tarfile.TarError, ValueError) as error:  # ValueError: of numbers in headers
+    except (tarfile.TarError, ValueError) as error:  # ValueError: a bad number in a header
         raise CheckpointMismatchError(
             f"{shown} is not a readable tar archive ({error}); expected a .nemo file"
         ) from error

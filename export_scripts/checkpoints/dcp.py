@@ -1,6 +1,6 @@
-"""torch's distributed checkpoints: `.metadata` indexes files of torch.save archives.
+"""torch's distributed checkpoints: `.metadata` is the index of files of torch.save archives.
 
-megatron-core, FSDP's wrappers and torch's own trainers save them. Layout: pytorch,
+megatron-core, FSDP wrappers and torch's trainers save them. Layout: pytorch,
 torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
@@ -20,12 +20,12 @@ from foundations.files.json_content import Table
 INDEX_NAME = ".metadata"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-# The index itself; some versions of megatron-core add notes on the optimizer to it.
+# The index; some versions of megatron-core subclass it to add facts about the optimizer.
 _METADATA = (
     f"{_MODULE}.Metadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
 )
-# Where a chunk is: of torch's writer, and of OLMo-core's.
+# The location of a chunk, as torch's writer and OLMo-core's write it.
 _STORAGE_INFO = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "olmo_core.distributed.checkpoint.filesystem._StorageInfo",
@@ -36,20 +36,17 @@ class _OddIndexError(ValueError):
     """The index holds an object that torch does not write."""
 
 
-# (name of a tensor or object, where a chunk of it begins; None for an object)
+# (name of a tensor or object, offset of a chunk; None for an object)
 _Key = tuple[str, ChunkOffset | None]
 
 
-# The archive of a chunk or an object: its file, its offset and its size there.
+# The location of a chunk or an object: file, offset and size in bytes.
 _Entry = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor of the index: its whole shape, and where its chunks begin -> their shapes.
-
-    The type is empty if it is not supported.
-    """
+    """A tensor of the index: type (empty if not supported), shape, and offset -> chunk's shape."""
 
     dtype: str
     whole: Shape
@@ -58,14 +55,14 @@ class _Shape:
 
 @dataclass(frozen=True)
 class ShardedIndex:
-    """The index of a distributed checkpoint; no tensor has been looked at."""
+    """The index of a distributed checkpoint; tensors are not read."""
 
     container: Container
     _shapes: Mapping[str, _Shape]
     _entries: Mapping[_Key, _Entry]
 
     def object(self, name: str) -> Any:
-        """Return an object other than a tensor, None if it is not there.
+        """Return an object other than a tensor; None if there is none of this name.
 
         Raises:
             CheckpointMismatchError: Its file is missing, damaged or unsafe.
@@ -77,8 +74,8 @@ class ShardedIndex:
         """Return the tensors whose name is wanted.
 
         Raises:
-            CheckpointMismatchError: Files or chunks are missing, truncated or of other contents, or
-                the chunks do not make the wholes.
+            CheckpointMismatchError: Files or chunks are missing, truncated or differ from the
+                index, or chunks do not make up their tensor.
         """
         container, entries = self.container, self._entries
         index = container.members[INDEX_NAME]
@@ -135,7 +132,7 @@ def read_index(container: Container) -> ShardedIndex:
 
 
 def _lost_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
-    """Return the missing and truncated files of some chunks."""
+    """Return a problem for each missing or truncated file of the given chunks."""
     ends: dict[str, list[int]] = {}
     for file, offset, size in entries:
         ends.setdefault(file, []).append(offset + size)
@@ -163,7 +160,7 @@ def _region(container: Container, entry: _Entry, name: str) -> Region:
 
 
 def _state(value: Any, *qualified_names: str) -> Table:
-    """Return the attributes of an object of the index, of one of the given classes."""
+    """Return the attributes of an object, which has one of the given classes."""
     if (
         not isinstance(value, Inert)
         or value.qualified_name not in qualified_names
@@ -203,7 +200,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
             if not len(begin) == len(size) == len(whole):
                 raise _OddIndexError(f"a chunk of {name} has other axes than the whole")
             if 0 in size and 0 not in whole:
-                continue  # of a rank without a part of a small tensor
+                continue  # a rank that has no part of a small tensor
             if chunks.setdefault(begin, size) != size:
                 raise _OddIndexError(f"{name} has two chunks at {list(begin)}")
         yield name, _Shape(dtype, whole, chunks)

@@ -1,8 +1,8 @@
 """Distributed checkpoints of Megatron-style models: whole tensors in chunks, independent of ranks.
 
-Shared by NeMo and Megatron-LM, whose readers handle the files around it. Layout: megatron-core,
-dist_checkpointing/serialization.py, and transformer/fsdp_dtensor_checkpoint.py for those that
-torch saves of Megatron-FSDP.
+Shared by the readers of NeMo and Megatron-LM, which handle the files around it. Layout:
+megatron-core, dist_checkpointing/serialization.py, and transformer/fsdp_dtensor_checkpoint.py for
+those of Megatron-FSDP, which torch saves.
 """
 
 import re
@@ -24,32 +24,32 @@ METADATA_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
 # Newer versions of megatron-core keep the contents of common.pt here.
 COMMON_KEY = "common_state/shard_0_1"
-# Megatron-LM's state, which torch saves one by one with fsdp_dtensor and torch_dcp.
+# Objects that fsdp_dtensor and torch_dcp save one by one.
 _ARGUMENTS = "args"
 _COMMON_OBJECTS = (_ARGUMENTS, "checkpoint_version")
 BACKEND = "torch_dist"
-CORE_TABLE = "embedding.word_embeddings.weight"  # of all its models
+CORE_TABLE = "embedding.word_embeddings.weight"  # every model of megatron-core has it
 
-# Names that are not the model's. The optimizer repeats the names after its own prefix; random
-# states and metrics are Composer's.
+# Names that are not the model's: the optimizer's, which repeat the model's after a prefix, and
+# Composer's random states and metrics.
 _TRAINING = re.compile(
     r"^(?:(?:app|state)\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
     r"|^(?:state\.)?(?:rng|train_metrics|eval_metrics)\.|\._extra_state$"
 )
-# Prefixes of a model's tensors: of the state they are saved in, and of what wraps the model.
+# Prefixes of a model's tensors, from the saved state and from wrappers of the model.
 _WRAPPERS = re.compile(r"^(?:(?:app|state|model_state|state_dict|model|module)\.)+")
 
-# Layers of equal shapes are stacked into one tensor along its first axis.
+# Layers of equal shapes are stacked in one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
-# So are the experts of a layer, in their own order: of every rank that had some.
+# So are the experts of a layer, from all ranks, in order.
 _EXPERTS = re.compile(r"^(.*\bmlp\.experts)\.experts\.(?!\d+\.)(.+)$")
-# megatron-core, transformer/moe/experts.py: one expert's tensor, by its number among all.
+# An expert's tensor, by its number among all: megatron-core, transformer/moe/experts.py.
 _EXPERT = re.compile(r"(\bmlp\.experts)\.experts\.(?=\d+\.)")
 _MOST_LAYERS = 10_000
 
 _Value = TypeVar("_Value")
 
-# The halves of a gated projection, which some versions store apart.
+# Suffixes of the halves of a gated projection, which some versions store apart.
 _GATE, _LINEAR = "_w", "_v"
 
 
@@ -59,14 +59,14 @@ def is_distributed(path: Path) -> bool:
 
 
 def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
-    """Return the index of the distributed checkpoint that an archive or a folder is.
+    """Return the index of a distributed checkpoint in an archive or a folder.
 
-    Each tensor is one piece, by megatron-core's name without what wrapped the model, layers
-    numbered. The configuration is all that it holds other than tensors, such as Megatron-LM's
-    arguments. `facts` are fields of the reader.
+    Each tensor is one piece under megatron-core's name, without wrappers' prefixes, layers
+    numbered. The configuration is everything other than tensors, such as Megatron-LM's arguments.
+    `facts` are further fields of the reader.
 
     Raises:
-        CheckpointMismatchError: It is damaged, incomplete or unsafe.
+        CheckpointMismatchError: The checkpoint is damaged, incomplete or unsafe.
     """
     _check_backend(container)
     index = read_index(container)
@@ -87,31 +87,31 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
 
 
 def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
-    """Return the tensors of an index by their names in the model, without those of training.
+    """Return the model's tensors of an index by their names in the model.
 
-    Layers and experts that megatron-core has stacked are apart, the halves of its gates together.
+    Stacked layers and experts are separated; the halves of gated projections are joined.
 
     Raises:
-        CheckpointMismatchError: Some are missing or damaged, or two have the same name.
+        CheckpointMismatchError: Tensors are missing or damaged, or two have the same name.
     """
     found = {
         name: tensor
         for name, tensor in index.tensors(_is_of_model).items()
-        if tensor.shape or tensor.dtype in FLOATING_TYPES  # others count steps
+        if tensor.shape or tensor.dtype in FLOATING_TYPES  # an integer scalar counts steps
     }
     where = str(index.container)
     return _with_joined_halves(_layers(without_prefixes(found, where), where))
 
 
 def without_prefixes(found: Mapping[str, _Value], where: object) -> dict[str, _Value]:
-    """Return a table of tensors' names without the prefixes of what a model was saved in.
+    """Return a table by tensor name without the prefixes of the saved state and of wrappers.
 
     Raises:
-        CheckpointMismatchError: Two tensors have the same name then.
+        CheckpointMismatchError: Two tensors have the same name without them.
     """
     names = {name: _WRAPPERS.sub("", bare_name(name)) for name in found}
     twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    refuse(listed([f"{name} is there twice, once behind a prefix" for name in twice], f"{where}: "))
+    refuse(listed([f"{name} occurs twice, once behind a prefix" for name in twice], f"{where}: "))
     return {names[name]: value for name, value in found.items()}
 
 
@@ -121,24 +121,26 @@ def _is_of_model(name: str) -> bool:
 
 
 def states_arguments(container: Container) -> bool:
-    """Return whether a distributed checkpoint holds Megatron-LM's arguments, as `has_sizes`."""
+    """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
     return has_sizes(_common(container))
 
 
 def has_sizes(common: Table) -> bool:
-    """Return whether what a checkpoint holds other than tensors states its model's sizes.
+    """Return whether a checkpoint's common state has Megatron-LM's arguments with a model's sizes.
 
-    Trainers that build the model of a config.json leave them out, or save arguments of their own.
+    Trainers that build the model from a config.json save none, or arguments of another kind.
     """
     args = common.get(_ARGUMENTS)
     return isinstance(args, Mapping) and "num_layers" in args
 
 
 def _common(container: Container, index: ShardedIndex | None = None) -> Table:
-    """Return what a checkpoint holds other than tensors, of its index if that is read.
+    """Return a checkpoint's common state: everything other than tensors.
+
+    `index` saves reading the index again.
 
     Raises:
-        CheckpointMismatchError: It is missing, damaged or unsafe.
+        CheckpointMismatchError: The state is missing, damaged or unsafe.
     """
     if COMMON_NAME in container.members:
         found = read_torch_file(container.members[COMMON_NAME])
@@ -157,9 +159,9 @@ def _common(container: Container, index: ShardedIndex | None = None) -> Table:
 
 
 def _check_backend(container: Container) -> None:
-    """Check that a distributed checkpoint of megatron-core is in torch's files."""
+    """Check that megatron-core saved a distributed checkpoint in torch's format."""
     if METADATA_NAME not in container.members:
-        return  # torch has saved it alone
+        return  # saved by torch, without megatron-core
     backend = json_file(container.members[METADATA_NAME]).get("sharded_backend")
     if backend == BACKEND:
         return
@@ -176,9 +178,9 @@ def _check_backend(container: Container) -> None:
 
 
 def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
-    """Return the tensors by their logical names, stacked layers and experts separated.
+    """Return the tensors by logical name, with stacked layers and experts separated.
 
-    An expert is named as in a model on one rank, `mlp.experts.local_experts.<number>`.
+    Experts are named as on a single rank, `mlp.experts.local_experts.<number>`.
     """
     tensors: dict[str, ChunkedTensor] = {}
     twice: list[str] = []
@@ -188,7 +190,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
             for layer, each in _apart(name, tensor, _STACKED, "")
             for expert, values in _apart(layer, each, _EXPERTS, "local_experts.")
         }
-        twice += [f"{each} is there twice, once in {name}" for each in named if each in tensors]
+        twice += [f"{each} occurs twice, once in {name}" for each in named if each in tensors]
         tensors |= named
     refuse(listed(twice, f"{where}: "))
     return tensors
@@ -197,7 +199,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
 def _apart(
     name: str, tensor: ChunkedTensor, stacked: re.Pattern[str], kind: str
 ) -> list[tuple[str, ChunkedTensor]]:
-    """Return the entries of a tensor's first axis under names of their own, if it is stacked."""
+    """Return the entries of a stacked tensor by name, or a tensor that is not stacked."""
     match = stacked.match(name)
     if match is None or not tensor.shape or tensor.shape[0] > _MOST_LAYERS:
         return [(name, tensor)]
@@ -205,7 +207,7 @@ def _apart(
 
 
 def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """Return the tensors with the halves of each gated projection joined, as other formats do."""
+    """Return the tensors with the halves of gated projections joined, as in other formats."""
     joined = dict(tensors)
     for name, half in tensors.items():
         bare = name.removesuffix(_GATE)

@@ -1,7 +1,7 @@
-"""EleutherAI GPT-NeoX checkpoints: one layer_<LL>-model_<RR>-model_states.pt per layer and rank.
+"""EleutherAI GPT-NeoX checkpoints: a layer_<LL>-model_<RR>-model_states.pt per layer and rank.
 
-File numbers order the layers. Keys identify a file's contents, because the numbers of
-the embedding, final norm and head differ between releases.
+File numbers order the layers. A file's keys identify its contents, because the file numbers of the
+embedding, the final norm and the head differ between releases.
 """
 
 import re
@@ -23,17 +23,17 @@ from foundations.files.json_content import Fields
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOST_RANKS = 10_000
-# Keys that identify a file.
+# Keys that identify the contents of a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
-# bigscience-workshop/Megatron-DeepSpeed, as BLOOM was trained.
+# bigscience-workshop/Megatron-DeepSpeed, which trained BLOOM.
 _LAYER_OF_MEGATRON = "self_attention.query_key_value.weight"
 
 RankFiles = dict[int, Path]
 
 
 def layer_directory(path: Path) -> Path | None:
-    """Return the folder of layer files that `path` is or points to, or None.
+    """Return the folder of layer files that `path` is or contains, or None.
 
     A release names its step folder in a text file called latest.
     """
@@ -49,7 +49,9 @@ def layer_directory(path: Path) -> Path | None:
 
 
 def open_eleuther(path: Path) -> CheckpointReader:
-    """Index a GPT-NeoX checkpoint; keys are <part>.<name> with parts embedding, layers.<N>, ...
+    """Return the index of a GPT-NeoX checkpoint.
+
+    Tensors are named <part>.<name>, with the parts embedding, layers.<N> and final.
 
     Raises:
         CheckpointMismatchError: Ranks or layers are missing, or files disagree.
@@ -107,7 +109,7 @@ def _layer_files(folder: Path) -> dict[int, RankFiles]:
 
 
 def _rank_count(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> int:
-    """Return the number of training ranks, each of which has a file of every layer."""
+    """Return the number of training ranks, after checking that each has a file for every layer."""
     count = max(max(ranks) for ranks in files.values()) + 1
     if count > _MOST_RANKS:
         raise CheckpointMismatchError(
@@ -142,9 +144,9 @@ def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
 
 
 def _model_config(folder: Path) -> tuple[list[Path], Fields]:
-    """Return the settings of every configs/*.yml, with dashes in their names.
+    """Return the files configs/*.yml and their settings, with dashes in the keys.
 
-    GPT-NeoX reads keys spelled with dashes and underscores alike.
+    GPT-NeoX accepts dashes and underscores in keys.
     """
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml")])

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors or torch .bin files, single or indexed."""
+"""Hugging Face folders: config.json, and safetensors or torch .bin files, single or indexed."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,29 +35,29 @@ from foundations.errors import (
 )
 from foundations.files.json_content import Fields, Table
 
-_MOST_NAME = 100  # characters of a file's name in messages
+_MOST_NAME = 100  # characters of a file name in messages
 
-# Ends of the names of embeddings and heads, which a model may share.
+# Suffixes of the names of embeddings and heads, which a model may tie.
 TIED_TABLES = (
     "embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight",
     "shared.weight", "lm_head.weight", "embed_out.weight", "predictions.decoder.weight",
     "predictions.decoder.bias",
 )  # fmt: skip
 
-# Preferred first; each with the index that names its shards and the pattern of lone shards.
+# (single file, index of shards, pattern of shards without an index), in order of preference.
 _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
-    ("model.bin", "model.bin.index.json", "model*.bin"),  # of torchtune
+    ("model.bin", "model.bin.index.json", "model*.bin"),  # torchtune
 )
 
-# Ends of the names of files that hold a whole model, as accelerate and Lightning save them.
+# Suffixes of a file that holds a whole model, as accelerate and Lightning save it.
 _LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
-# Keys of the model in a trainer's state, from the outside: of Composer, and of many others.
+# Keys that lead to the model in a trainer's state, outermost first; Composer has the first.
 _MODEL_KEYS = ("state", "model_state_dict", "model")
 
-# Unsupported forms of weights -> the remedy.
+# Pattern of unsupported weights -> their name and the remedy.
 _RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
 _MERGE = "convert its model, and name it as a LoRA checkpoint to merge"
 _FOREIGN = {
@@ -81,7 +81,7 @@ def is_huggingface(path: Path) -> bool:
 
 
 def foreign_weights(path: Path) -> str:
-    """Return the unsupported weights in a folder (or file) with the remedy, if any."""
+    """Return the unsupported weights in a folder, or in a file, with the remedy; empty if none."""
     return "; ".join(
         f"{file.name} is {what}"
         for pattern, what in _FOREIGN.items()
@@ -98,9 +98,9 @@ def snapshots(path: Path) -> list[Path]:
 
 
 def snapshot_folder(path: Path) -> Path:
-    """Return the model in the root of a cache folder; any other path is returned unchanged.
+    """Return the snapshot in the root of a cache folder; any other path is returned unchanged.
 
-    Of several snapshots, the one that refs/main names.
+    If there are several, refs/main names the one to take.
     """
     found = snapshots(path)
     main = path / "refs" / "main"
@@ -111,7 +111,7 @@ def snapshot_folder(path: Path) -> Path:
 
 
 def is_trained(path: Path) -> bool:
-    """Return whether a path looks like a model in a trainer's files, without its settings."""
+    """Return whether a path looks like a trainer's checkpoint without a config.json."""
     if path.is_file():
         is_lone = path.suffix in _LONE and path.name not in FILE_NAMES
         return is_lone and not foreign_weights(path) and _may_hold_tensors(path)
@@ -119,7 +119,7 @@ def is_trained(path: Path) -> bool:
 
 
 def _may_hold_tensors(path: Path) -> bool:
-    """Return whether a file begins as torch.save's archives and pickles do, or as safetensors."""
+    """Return whether a file begins like a torch archive, a pickle or a safetensors file."""
     with path.open("rb") as file:
         begin = file.read(9)
     return begin.startswith((b"PK", b"\x80")) or begin[8:] == b"{"
@@ -147,13 +147,15 @@ def open_huggingface(path: Path) -> CheckpointReader:
 def index_huggingface(
     path: Path, settings: Path | None = None
 ) -> tuple[CheckpointReader, list[str]]:
-    """Return the index of what a Hugging Face folder holds, and the problems of its files.
+    """Return the index of a Hugging Face folder, and the problems of its files.
 
-    The path is a file of weights, or their folder, whose config.json may lie in `settings`.
+    `path` is the folder of the weights, or a file of weights; `settings` is the folder of
+    config.json if that is another.
 
     Raises:
         CheckpointMismatchError: config.json is missing or damaged, or there are no weights.
-        UnreadTypeError: Some are of a type that is not read; all problems are listed.
+        UnreadTypeError: Only unsupported types keep the files from being read; all problems are
+            listed.
     """
     configuration = open_configuration(settings or path)
     if not path.is_file() and not _has_weights(path) and sharded_folders(path):
@@ -193,7 +195,7 @@ def index_huggingface(
 
 
 def _left_out(path: Path) -> list[str]:
-    """Return a remark on an adapter next to a model's weights, which may hold it already."""
+    """Return a remark on each adapter next to a model's weights, which may include it already."""
     return [
         f"{each} lies next to the model's weights and is left out: to merge it, name it as a LoRA "
         "checkpoint"
@@ -202,9 +204,9 @@ def _left_out(path: Path) -> list[str]:
 
 
 def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReader:
-    """Return the index of a model in a trainer's distributed files.
+    """Return the index of a trainer's checkpoint.
 
-    Its settings are those of a config.json, or of one in a folder, else of one that lies near by.
+    `settings` is a config.json or its folder; None looks for one near the weights.
 
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
@@ -235,9 +237,9 @@ def open_configuration(path: Path) -> CheckpointReader:
 def _weight_files(
     path: Path,
 ) -> tuple[list[Path], Mapping[str, str], Table, list[str]]:
-    """Return the files of weights, the index (a tensor's name -> its file's), and its metadata.
+    """Return the files of weights, the index (tensor name -> file name), its metadata and problems.
 
-    The last are the problems of the index, which may name files that are not there.
+    The problems are files that the index names but that do not exist.
     """
     if path.is_file():
         return [path], {}, {}, []
@@ -248,7 +250,7 @@ def _weight_files(
             named, facts, problems = _indexed_files(path / index)
             present = [path / name for name in sorted(set(named.values()))]
             return present, without_wrappers(named), facts, problems
-        # A named pipe would keep its reader waiting.
+        # Reading a named pipe would block.
         if shards := sorted(each for each in path.glob(pattern) if each.is_file()):
             return shards, {}, {}, []
     raise CheckpointMismatchError(
@@ -275,10 +277,10 @@ def _indexed_files(index: Path) -> tuple[dict[str, str], Fields, list[str]]:
 
 
 def _with_aliases(tensors: dict[str, StoredTensor], facts: Table) -> dict[str, StoredTensor]:
-    """Return tensors with those that are stored under another one's name alone.
+    """Return tensors together with aliases, which are stored only under another tensor's name.
 
-    `facts` maps the names that were left out to those that were kept, among other things.
-    safetensors.torch, save_model; huggingface_hub, serialization/_torch.py.
+    `facts` is the metadata, which also maps omitted names to stored ones: safetensors.torch,
+    save_model; huggingface_hub, serialization/_torch.py.
     """
     aliases = {
         name: tensors[kept]
@@ -291,10 +293,10 @@ def _with_aliases(tensors: dict[str, StoredTensor], facts: Table) -> dict[str, S
 def _misplaced(
     path: Path, index: Mapping[str, str], tensors: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """Return the tensors that are in another file than the index says, or in none.
+    """Return a problem for each tensor that is in another file than the index says, or in none.
 
-    Those that it does not list are read as transformers reads them, which takes all that each of
-    its files holds. safetensors' own converter lists tied tensors that it leaves out.
+    Tensors that the index does not list are accepted: transformers reads everything in its files.
+    So are tied tensors that no file holds, which safetensors' converter lists.
     """
     lost = [key for key in index if key not in tensors and not key.endswith(TIED_TABLES)]
     problems = [
@@ -312,12 +314,12 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors or torch file by name.
 
     Raises:
-        CheckpointMismatchError: The file is damaged or unsafe, or its header disagrees with it.
+        CheckpointMismatchError: The file is damaged, unsafe or inconsistent with its header.
     """
     if path.suffix == ".safetensors":
         return _with_aliases(*read_safetensors(path))
     tree = read_torch_file(path)
-    for name in _MODEL_KEYS:  # of a trainer's state
+    for name in _MODEL_KEYS:
         inner = tree.get(name) if isinstance(tree, Mapping) else None
         tree = inner if isinstance(inner, Mapping) else tree
     if not isinstance(tree, Mapping) or "_modules" in tree:

@@ -1,7 +1,7 @@
 """The GPT-J "slim" release of mesh-transformer-jax: step_*/shard_*/<part>.npz.
 
-Every shard folder holds the same unnamed arrays in the same order; only that order identifies an
-array. Arrays are indexed inside the .npz files and mapped, never unpacked.
+Every shard folder holds the same unnamed arrays; only their order identifies them. Arrays are
+indexed and mapped inside the .npz files, never unpacked.
 """
 
 import tokenize
@@ -23,8 +23,8 @@ from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Fields
 
-# Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
-# come sorted as text: 0, 1, 10, 11, ..., 2, 20.
+# Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layer
+# numbers are sorted as text: 0, 1, 10, 11, ..., 2, 20.
 _FIRST = ("wte.bias", "wte.weight")
 _LAYER = (
     "q.weight", "v.weight", "k.weight", "out_proj.weight", "c_fc.bias", "c_fc.weight",
@@ -32,7 +32,7 @@ _LAYER = (
 )  # fmt: skip
 _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 
-# numpy knows no bfloat16 and writes its two bytes as a void type.
+# numpy has no bfloat16 and writes it as a void type of two bytes.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
 _MOST_SHARDS = 10_000
 
@@ -48,7 +48,9 @@ def step_directory(path: Path) -> Path | None:
 
 
 def open_jax(path: Path) -> CheckpointReader:
-    """Index a GPT-J release; keys are wte.weight, h.<layer>.q.weight, ..., one piece per shard.
+    """Return the index of a GPT-J release, with one piece of a tensor per shard.
+
+    Tensors are named wte.weight, h.<layer>.q.weight, ...
 
     Raises:
         CheckpointMismatchError: Shards or parts are missing, disagree, or are not such a release.
@@ -79,7 +81,7 @@ def _shards(step: Path) -> list[Path]:
 
 
 def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[str]:
-    """Return the missing ones of the numbered shards and parts."""
+    """Return a problem for each missing shard or part."""
     problems = []
     present = {number_in(shard) for shard in parts}
     if (last := max(present)) >= _MOST_SHARDS:
@@ -108,7 +110,7 @@ def _names(count: int, shard: Path) -> list[str]:
 
 
 def _model_config(step: Path) -> tuple[list[Path], Fields]:
-    """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
+    """Return the file of mesh-transformer-jax's JSON configuration and its content, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
             config = json_file(file)

@@ -27,8 +27,8 @@ from foundations.files.json_content import Fields, Table
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LATEST_NAME = "latest_checkpointed_iteration.txt"
-RELEASE = "release"  # without a number of iterations
-# Patterns of the files of tokenizers -> their names in the FT folder.
+RELEASE = "release"  # names a checkpoint without a number of iterations
+# Pattern of a tokenizer file -> its name in the FT folder.
 _VOCABULARIES = {
     "*vocab.json": "vocab.json",
     "*vocab.txt": "vocab.txt",
@@ -100,9 +100,8 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Check
     )
     if not has_sizes(found.config):
         raise CheckpointMismatchError(
-            f"{root} does not state its model's sizes: expected Megatron-LM's args in it; of one "
-            f"without them give {root} itself, with the config.json that it was trained from "
-            "(--model-config, convert.model_config)"
+            f"{root} does not state its model's sizes: it lacks Megatron-LM's args; give {root} "
+            "itself, with the config.json of its model (--model-config, convert.model_config)"
         )
     return dataclasses.replace(found, path=path, config=_config(found.config))
 
@@ -111,7 +110,7 @@ def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of a run's last checkpoint, and a remark on the choice.
 
     Raises:
-        CheckpointMismatchError: The latest-iteration file names a folder that does not exist.
+        CheckpointMismatchError: latest_checkpointed_iteration.txt names a folder that is missing.
     """
     latest = path / LATEST_NAME
     if not latest.is_file() or _rank_files(path):
@@ -148,7 +147,7 @@ def _config(tree: Table) -> Fields:
 
 
 def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
-    """Return a rank's model, or its parts in an interleaved schedule."""
+    """Return a rank's model, or its parts if the pipeline schedule is interleaved."""
     found = {key: part for key, part in tree.items() if re.fullmatch(r"model\d*", str(key))}
     if not found or not all(isinstance(part, Mapping) for part in found.values()):
         raise CheckpointMismatchError(f"{root} has no 'model' entry in its checkpoints")
@@ -156,7 +155,7 @@ def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
 
 
 def _tokenizer_files(root: Path) -> Files:
-    """Return the tokenizer's files next to the rank folders, in either library's names."""
+    """Return the tokenizer files next to the rank folders, Hugging Face's or Megatron-LM's."""
     return huggingface_files(folder_members(root)) | {
         name: Region(hits[0])
         for pattern, name in _VOCABULARIES.items()

@@ -1,8 +1,8 @@
-"""Megatron's other forms of a decoder, read as megatron-core's GPTModel.
+"""Other forms of Megatron's decoders, read as megatron-core's GPTModel.
 
-HybridModel has a layer for attention and another one for the MLP, and stays as it is with Mamba;
-models before megatron-core have other names. Layout: NVIDIA/Megatron-LM, megatron/core/models/
-hybrid, docs/user-guide/hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x,
+A HybridModel has separate layers for attention and MLP (with Mamba, they stay so); models before
+megatron-core have other names. Layout: NVIDIA/Megatron-LM, megatron/core/models/hybrid,
+docs/user-guide/hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x,
 nlp/modules/common/megatron.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("nemo", "megatron", "nemo2", "bridge")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-# A pattern is made of these where none is stated.
+# If no pattern is stated, megatron-core derives one from these.
 _RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 # megatron/core/models/hybrid/hybrid_layer_allocation.py
@@ -43,21 +43,22 @@ _LETTERS = {
     "D": "DeepSeek's sparse attention",
     "+": "multi-latent attention without norms, which no model in transformers has",
 }
-# The part of a layer of each kind.
+# Letter -> the module that a layer of this kind has.
 _PARTS = {"*": ".self_attention.", "-": ".mlp.", "E": ".mlp.", "M": ".mixer."}
-# A block's layers, of which one may lack, and the kinds of layers that a decoder has.
+# The layers of a block: attention, an MLP or experts, or both.
 _BLOCK = re.compile(r"\*?[-E]|\*")
-# Where MLPs and experts both stand, what a block without either lacks is not known.
+# A decoder's pattern. With both MLPs and experts, every block must have one of them: it is not
+# known which of the two a block without either lacks.
 _DECODER = re.compile(r"[*-]+|[*E]+|(\*?[-E])+")
-# With Mamba, layers stay what they are; the formats whose trainers have them.
+# A pattern with Mamba, whose layers are not joined in blocks, and the formats that can have it.
 _WITH_MAMBA, _MAMBA_FORMATS = re.compile(r"[-*E]*M[-*EM]*"), ("megatron", "nemo2", "bridge")
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
-# Transformer Engine's experts, which all have their number in one module.
+# Transformer Engine's experts: one module, with the expert's number after the parameter's name.
 _GROUPED_EXPERT = re.compile(r"\b(mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
-# Keys of what builds the layers, and megatron-core's and Megatron Bridge's own values.
+# Keys that name the function that builds the layers, and megatron-core's and Bridge's own values.
 # megatron/core/models/hybrid/hybrid_layer_specs.py; bridge/models/hybrid/hybrid_provider.py
 _SPECS = ("spec", "hybrid_stack_spec", "mamba_stack_spec")
 _KNOWN_SPEC = re.compile(
@@ -65,23 +66,22 @@ _KNOWN_SPEC = re.compile(
     r"get_(hybrid|mamba)_stack_modelopt_spec"
 )
 
-# Settings that Megatron-LM's HybridModel has left without effect, in some releases or in all:
-# hybrid_builders.py does not pass them on.
+# Settings that some releases of Megatron-LM ignore for a HybridModel: hybrid_builders.py does not
+# pass them on.
 _WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-# Its rotary embedding has the angles of halves nevertheless (0.16 to 0.19), for pairs.
-_OF_PAIRS = "rotary_interleaved"
+# With it, a HybridModel rotates pairs of dimensions by angles meant for halves (0.16 to 0.19).
+_INTERLEAVED = "rotary_interleaved"
 
 
 def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
     """Return a Megatron-style decoder under the names of GPTModel; other checkpoints unchanged.
 
-    A HybridModel with Mamba keeps its layers, and states their letters as hybrid_layer_pattern.
-
-    The layers of multi-token prediction, which only training and speculation use, are left out.
+    A HybridModel with Mamba keeps its layers; its hybrid_layer_pattern has their letters. Layers of
+    multi-token prediction, which only training and speculative decoding use, are left out.
 
     Raises:
-        CheckpointMismatchError: A HybridModel has other layers than a decoder's, or its tensors
-            contradict its pattern; a model before megatron-core has rows of another order.
+        CheckpointMismatchError: A HybridModel has layers that no decoder has, or its tensors
+            contradict its pattern; a model before megatron-core has rows in another order.
     """
     if reader.format not in _FORMATS:
         return reader
@@ -131,13 +131,13 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         for name in _WITHOUT_EFFECT
         if reader.format == "megatron" and config.get(name)
     ]
-    if config.get(_OF_PAIRS):
+    if config.get(_INTERLEAVED):
         problems.append(
-            f"{_OF_PAIRS} = {config[_OF_PAIRS]!r:.100}: a HybridModel turns pairs of dimensions by "
-            "angles of others, which no model in transformers does"
+            f"{_INTERLEAVED} = {config[_INTERLEAVED]!r:.100}: a HybridModel rotates pairs of "
+            "dimensions by the angles of halves, which no model in transformers does"
         )
     problems += [
-        f"{name} = {config[name]!r:.100}: layers of its own, which may compute something else"
+        f"{name} = {config[name]!r:.100}: custom layers, which may compute something else"
         for name in _SPECS
         if config.get(name) and not _KNOWN_SPEC.fullmatch(_last_name(config[name]))
     ]
@@ -178,14 +178,14 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
 
 
 def _last_name(path: Any) -> str:
-    """Return the name in a path to a function: its words, an import path, or a table with it."""
+    """Return a function's name from its import path: a text, its parts, or a `_target_` table."""
     path = path.get("_target_") if isinstance(path, Mapping) else path
     path = path[-1] if isinstance(path, list) else path
     return str(path).rpartition(".")[2]
 
 
 def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
-    """Return the letters of the decoder's layers, without stages and multi-token prediction."""
+    """Return the letters of the layers, without pipeline stages and multi-token prediction."""
     layers = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) else ""
     if _DECODER.fullmatch(layers) and "*" in layers and set(layers) != {"*"}:
         return layers
@@ -196,15 +196,15 @@ def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
     )
     raise CheckpointMismatchError(
         f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
-        "and MLPs (-) or experts (E), and where both stand, one in each block; of Megatron-LM, "
-        "NeMo 2 and Megatron Bridge, all of these with Mamba (M) in any order, too. Bridge writes "
-        "other models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
+        "and MLPs (-) or experts (E), with both kinds one in each block; from Megatron-LM, NeMo 2 "
+        "and Megatron Bridge also all of these with Mamba (M), in any order. Bridge writes other "
+        "models as Hugging Face folders (AutoBridge.export_ckpt, on GPUs), which "
         "deploy.engine=vllm serves"
     )
 
 
 def _contradictions(tensors: Iterable[str], layers: str) -> list[str]:
-    """Return the tensors of layers that the pattern lacks, or that it says are of another kind."""
+    """Return a problem for each tensor whose layer the pattern lacks, or has as another kind."""
     problems = []
     for name in tensors:
         if match := _HYBRID_LAYER.match(name):
@@ -217,8 +217,8 @@ def _contradictions(tensors: Iterable[str], layers: str) -> list[str]:
     return problems
 
 
-# Lists of what each layer is, or the number of layers after which it repeats, and what an entry
-# of such a list is in a layer of a number, counted from 1.
+# Settings that list an entry for each layer, or give a period; the function computes the entry of
+# a layer, counted from 1, from the period.
 # megatron/core/transformer/transformer_config.py, transformer/utils.py
 _SHARED_PATTERNS = {
     "no_rope_freq": lambda layer, every: int(layer % every == 0),
@@ -227,7 +227,7 @@ _SHARED_PATTERNS = {
 
 
 def _of_attention(value: Any, key: str, layers: Sequence[int]) -> Any:
-    """Return the entries of a setting for each layer that are those of a block's first one."""
+    """Return a setting with an entry for each block, that of the block's first layer."""
     if isinstance(value, list) and len(value) > max(layers):
         return [value[layer] for layer in layers]
     if type(value) is int and value > 0:
@@ -236,16 +236,17 @@ def _of_attention(value: Any, key: str, layers: Sequence[int]) -> Any:
 
 
 def _block_name(name: str, blocks: Mapping[int, int] | None = None) -> str:
-    """Return the name in GPTModel of a tensor of a HybridModel; `blocks` has each layer's."""
+    """Return GPTModel's name of a HybridModel's tensor; `blocks` maps a layer to its block."""
     if blocks and (match := _HYBRID_LAYER.match(name)):
         return f"{match[1]}{blocks[int(match[2])]}{match[3]}"
     return _HYBRID_NORM.sub(r"\1final_layernorm.", name)
 
 
 def _zeros(tensors: Tensors, blocks: Sequence[int], *, is_attention: bool) -> Tensors:
-    """Return the tensors of half a block, as another block has it, for blocks without: zeros.
+    """Return tensors of zeros for `blocks` that lack attention or an MLP.
 
-    What it would add to the residual is then zero, as its last projection is.
+    Names and shapes are those of a block that has it. Its last projection is zero, so that it adds
+    nothing to the residual.
     """
     halves: dict[int, Tensors] = {}
     for name, pieces in tensors.items():
@@ -262,7 +263,7 @@ def _zeros(tensors: Tensors, blocks: Sequence[int], *, is_attention: bool) -> Te
 
 @dataclasses.dataclass(frozen=True)
 class _Zeros:
-    """Values of a piece's shape and type that are all zero."""
+    """Zeros of a piece's shape and type."""
 
     piece: Piece
 
@@ -276,7 +277,7 @@ class _Zeros:
 
 _LEGACY = re.compile(r"^(model\.)?language_model\.")
 _LEGACY_NORM = re.compile(r"\b(input|post_attention|final)_norm\.")
-# Parts of names before megatron-core -> its own.
+# Parts of names before megatron-core -> megatron-core's.
 _CORE_PARTS = (
     (r"\b(?:encoder|transformer)\.(?=layers\.|final_)", "decoder."),
     (r"\b(?:self_)?attention\.query_key_value\.", "self_attention.linear_qkv."),
@@ -286,7 +287,8 @@ _CORE_PARTS = (
     (r"\bmlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
 )
 _SECOND_HALF = "mlp.dense_h_to_4h_2."
-# Versions in which the rows of a projection are those of megatron-core; NeMo has none.
+# Checkpoint versions in which the rows of queries, keys and values are in megatron-core's order;
+# NeMo states none.
 # NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering
 _ROWS_OF_CORE = (2, 3, None)
 
@@ -294,7 +296,7 @@ _ROWS_OF_CORE = (2, 3, None)
 def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
     """Return a model before megatron-core, under megatron-core's names if its positions are rotary.
 
-    Others keep their names, of which newer releases spell some norm, older ones layernorm.
+    Others keep their names, with norm (newer releases) spelled layernorm (older ones).
     """
     config = reader.config
     tensors = {_LEGACY_NORM.sub(r"\1_layernorm.", name): p for name, p in reader.tensors.items()}
@@ -308,7 +310,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
         }
         raise CheckpointMismatchError(
             f"{reader.path}: {stated} with rotary positions: expected checkpoint_version 2 or 3, "
-            "in which the rows of queries, keys and values lie by heads"
+            "in which the rows of queries, keys and values are grouped by heads"
         )
     named: Tensors = {}
     for name, pieces in tensors.items():
@@ -321,6 +323,6 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
 
 
 def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> Pieces:
-    """Return each training rank's halves of a gated projection as one tensor."""
+    """Return the halves of a gated projection joined, for each training rank."""
     pairs = zip(map(chunked, first), map(chunked, second), strict=True)
     return tuple(concatenated(*halves) for halves in pairs)

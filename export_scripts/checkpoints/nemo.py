@@ -32,10 +32,10 @@ from foundations.files.json_content import Fields, Table
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
 
-# Where an archive keeps a distributed checkpoint.
+# The folder of a distributed checkpoint in an archive.
 _DISTRIBUTED = "model_weights/"
 _STEP = re.compile(r"step=(\d+)")
-# PyTorch Lightning numbers a checkpoint whose name is taken: last.ckpt, then last-v1.ckpt.
+# PyTorch Lightning adds a number to a name that is taken: last.ckpt, then last-v1.ckpt.
 _LAST = re.compile(r"last(?:-v\d+)?\.ckpt$")
 
 _Tree = Table
@@ -43,7 +43,7 @@ _Trees = Callable[[Region], _Tree]
 
 
 def is_nemo(path: Path) -> bool:
-    """Return whether a path looks like a NeMo archive, unpacked folder or checkpoints folder."""
+    """Return whether a path looks like a NeMo archive, an unpacked one or a checkpoints folder."""
     if path.is_file():
         with path.open("rb") as file:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
@@ -67,9 +67,9 @@ def open_nemo(
 
     Args:
         path: File or folder.
-        scratch_dir: Where a gzip archive is unpacked while the reader is in use.
-        depths: Configuration with the layers of each stage, if the checkpoint's own lacks them.
-        name: Name, or shell pattern, of the weight files to take in a run's folder; None for the
+        scratch_dir: The folder in which a gzip archive is unpacked while the reader is in use.
+        depths: A configuration with the number of layers, if the checkpoint's own lacks it.
+        name: The name, or a shell pattern, of the weight files in a run's folder; None for the
             last.
 
     Raises:
@@ -88,7 +88,7 @@ def open_nemo(
                 config = _config_of_checkpoint(found.config, container.path)
             tokenizer = nemo_files(container, config)
             return dataclasses.replace(found, config=config, tokenizer=tokenizer)
-    # Each file is read once.
+    # Reads each file once.
     trees = functools.cache(lambda region: read_torch_table(region, "a state dict"))
     weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
@@ -113,14 +113,14 @@ def open_nemo(
 
 
 def _model_folder(path: Path) -> Path:
-    """Return the checkpoint's folder, the parent if its weights folder was given."""
+    """Return the checkpoint's folder: the parent if `path` is its folder of weights."""
     sibling = {WEIGHTS: CONTEXT, _DISTRIBUTED: CONFIG_NAME}.get(f"{path.name}/")
     return path.parent if sibling and (path.parent / sibling).exists() else path
 
 
 def _is_distributed_nemo(path: Path) -> bool:
     """Return whether a folder is a distributed checkpoint of NeMo, not of Megatron-LM."""
-    # NeMo-RL has a folder weights/, too, which torch saves alone.
+    # NeMo-RL has a folder weights/, too, which torch saves without megatron-core's metadata.
     if any((path / folder / METADATA_NAME).is_file() for folder in (WEIGHTS, _DISTRIBUTED)):
         return True
     common = path / "common.pt"
@@ -131,7 +131,7 @@ def _is_distributed_nemo(path: Path) -> bool:
 
 
 def _last_folders(path: Path) -> list[Path]:
-    """Return the finished last distributed checkpoints of a run."""
+    """Return a run's distributed checkpoints called *last, except unfinished ones."""
     return [
         folder
         for folder in sorted(path.glob("*last"))
@@ -144,7 +144,7 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
     """Return the checkpoint itself, or the newest one in a run's folder."""
     if not path.is_dir() or not (found := _last_folders(path)):
         return _model_folder(path)
-    steps = {folder.name: _step_told(folder.name) for folder in found}
+    steps = {folder.name: _step_in(folder.name) for folder in found}
     return path / _newest({n: -1 if step is None else step for n, step in steps.items()}, remarks)
 
 
@@ -166,8 +166,8 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> Fields:
     config = parameters.get("cfg") if isinstance(parameters, Mapping) else None
     if not isinstance(config, dict):
         raise CheckpointMismatchError(
-            f"{path} has neither {CONFIG_NAME} nor hyper_parameters.cfg in its checkpoints: of "
-            "another trainer's name the file, with its model's config.json (--model-config)"
+            f"{path} has neither {CONFIG_NAME} nor hyper_parameters.cfg in its checkpoints; for "
+            "another trainer's, name the file, and its model's config.json (--model-config)"
         )
     return config
 
@@ -179,7 +179,7 @@ def _find_weights(
     remarks: list[str],
     asked: str | None,
 ) -> dict[RankName, Region]:
-    """Return the weight file of each rank (in the root, of rank 0)."""
+    """Return the weight file of each rank; a file in the root is rank 0's."""
     folders = {name.partition("/")[0] for name in container.members}
     ranks = [rank for name in folders if (rank := parse_rank_folder(name))]
     ranks = ranks or [RankName("", 0, 0)]
@@ -205,13 +205,13 @@ def _find_weights(
 
 
 def _model(tree: _Tree) -> _Tree:
-    """Return a rank's model; its parts in an interleaved schedule are saved without `model.`."""
+    """Return a rank's model; the parts of an interleaved schedule get their missing `model.`."""
     parts = {key: part for key, part in tree.items() if re.fullmatch(r"model\d+", str(key))}
     return {key: {"model": part} for key, part in parts.items()} or tree
 
 
 def _asked_name(path: Path, every: Files, asked: str) -> str:
-    """Return the name of the weight files that a user asks for, by name or by pattern."""
+    """Return the name of the weight files that the user's name or pattern matches."""
     found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
     found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]
     if len(found) != 1:
@@ -223,7 +223,7 @@ def _asked_name(path: Path, every: Files, asked: str) -> str:
 
 
 def _last_name(path: Path, every: Files, trees: _Trees, remarks: list[str], where: str) -> str:
-    """Return the name of the last weight files; of several last checkpoints the newest."""
+    """Return the name of the last weight files, the newest if several are called last."""
     found = {name: region for name, region in every.items() if _LAST.search(name)}
     if not found:
         raise CheckpointMismatchError(
@@ -236,14 +236,14 @@ def _last_name(path: Path, every: Files, trees: _Trees, remarks: list[str], wher
         return next(iter(found))
     steps = {}
     for name, region in found.items():
-        step = _step_told(name)
+        step = _step_in(name)
         step = trees(region).get("global_step") if step is None else step
         steps[name] = step if isinstance(step, int) else -1
     return _newest(steps, remarks)
 
 
 def _newest(steps: Mapping[str, int], remarks: list[str]) -> str:
-    """Return the name with the highest step, -1 for an unknown one; remark on the others."""
+    """Return the name with the highest step (-1: unknown), and add a remark on the others."""
     newest = max(steps, key=lambda name: (steps[name], name))
     if left := [f"{name} of step {step}" for name, step in steps.items() if name != newest]:
         remarks.append(
@@ -253,13 +253,13 @@ def _newest(steps: Mapping[str, int], remarks: list[str]) -> str:
     return newest
 
 
-def _step_told(name: str) -> int | None:
+def _step_in(name: str) -> int | None:
     match = _STEP.search(name)
     return int(match[1]) if match else None
 
 
 def _layer_offset(config: Table, path: Path) -> LayerOffset:
-    """Return the rule for a stage's first layer; encoder and decoder count apart."""
+    """Return the rule for a stage's first layer; encoder and decoder are counted separately."""
     split = config.get("pipeline_model_parallel_split_rank") or 0
     pp_size = count_of(config, "pipeline_model_parallel_size", default=1, where=path)
 

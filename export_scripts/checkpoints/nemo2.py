@@ -1,9 +1,9 @@
-"""NeMo 2 and Megatron Bridge: a distributed checkpoint with the settings of its run.
+"""NeMo 2 and Megatron Bridge: a distributed checkpoint, and the settings of its run.
 
 Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.py (io_dump);
 NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/training/checkpointing.py and
-training/utils/checkpoint_utils.py. `_target_` entries of the settings are names here: nothing that
-they name is imported.
+training/utils/checkpoint_utils.py. `_target_` entries of the settings are only names: nothing is
+imported.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from export_scripts.checkpoints.tokenizers import huggingface_files
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Table
 
-# NeMo 2's.
+# Files of NeMo 2.
 WEIGHTS = "weights/"
 CONTEXT = "context/"
 _MODEL = CONTEXT + "model.yaml"
-# Folders of a Hugging Face tokenizer's files and of those that came with the model.
+# Folders with the files of a Hugging Face tokenizer, or with those that came with the model.
 _TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
-# Megatron Bridge's.
+# Files of Megatron Bridge.
 CONFIG_NAME = "run_config.yaml"
 _LATEST = "latest_train_state.pt"
 _TOKENIZER = "tokenizer/"
@@ -36,8 +36,8 @@ _TOKENIZER = "tokenizer/"
 def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> CheckpointReader:
     """Return the index of a NeMo 2 checkpoint.
 
-    The configuration is that of its model, with the classes of both as `model_class` and
-    `config_class`, and the settings of an adapter as `peft`.
+    The configuration is the model's, with the classes of model and configuration as `model_class`
+    and `config_class`, the tokenizer's settings as `tokenizer`, and an adapter's as `peft`.
 
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
@@ -72,7 +72,7 @@ def _class_name(value: Table) -> str:
 
 
 def _huggingface_files(container: Container, *folders: str) -> Files:
-    """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
+    """Return the files of a Hugging Face tokenizer in a container's folders; earlier ones win."""
     return {
         name: region
         for folder in reversed(folders)
@@ -88,7 +88,7 @@ def _tokenizer_files(container: Container, settings: Any) -> Files:
 
 
 def is_bridge(path: Path) -> bool:
-    """Return whether a path is a checkpoint of Megatron Bridge, or the folder of a run of it."""
+    """Return whether a path is a checkpoint of Megatron Bridge, or the folder of its run."""
     if (path / CONFIG_NAME).is_file() or (path / _LATEST).is_file():
         return True
     return (path / LATEST_NAME).is_file() and any(path.glob(f"iter_*/{CONFIG_NAME}"))
@@ -97,8 +97,8 @@ def is_bridge(path: Path) -> bool:
 def open_bridge(path: Path) -> CheckpointReader:
     """Return the index of a Megatron Bridge checkpoint.
 
-    The configuration is that of its model, with the class that provides it as `model_class`, the
-    settings of its tokenizer as `tokenizer`, and those of an adapter as `peft`.
+    The configuration is the model's, with the class of its provider as `model_class`, the
+    tokenizer's settings as `tokenizer`, and an adapter's as `peft`.
 
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
@@ -107,14 +107,14 @@ def open_bridge(path: Path) -> CheckpointReader:
     container = open_container(root)
     if INDEX_NAME not in container.members:
         raise CheckpointMismatchError(
-            f"{root} lacks {INDEX_NAME}: it was not saved to the end, or with another "
-            "checkpoint.ckpt_format than torch_dist and fsdp_dtensor; save it with one of these"
+            f"{root} lacks {INDEX_NAME}: the save did not finish, or its checkpoint.ckpt_format is "
+            "neither torch_dist nor fsdp_dtensor; save it with one of these"
         )
     run = read_yaml(container, CONFIG_NAME)
     model, tokenizer = run.get("model"), run.get("tokenizer")
     if not isinstance(model, Mapping):
         raise CheckpointMismatchError(f"{root / CONFIG_NAME} has no model")
-    # Newer versions keep what concerns megatron-core's layers apart.
+    # Newer versions keep the settings of megatron-core's layers in a section.
     layers = model.get("transformer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
     kind = tokenizer.get("tokenizer_type")
@@ -135,7 +135,7 @@ def open_bridge(path: Path) -> CheckpointReader:
 
 
 def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder of a checkpoint: the path, or the last of a run's."""
+    """Return the folder of a checkpoint (the path, or a run's last), and remarks on the choice."""
     if (path / CONFIG_NAME).is_file():
         return path, ()
     if not (path / _LATEST).is_file():
@@ -149,7 +149,7 @@ def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _step(path: Path) -> int:
-    """Return the number of steps in the state of a run."""
+    """Return the number of steps that a run's saved state has."""
     state: Any = read_torch_file(path)
     step = state.get("step") if isinstance(state, Mapping) else None
     if not isinstance(step, StoredTensor) or step.dtype not in ("int32", "int64") or step.shape:

@@ -1,7 +1,7 @@
-"""The files of a training run's ranks as one set of tensors with global layer numbers.
+"""The files of a training run's ranks, joined to one set of tensors with global layer numbers.
 
-Tensor-parallel ranks each hold a piece of a tensor; pipeline stages number their layers from 0.
-Used for NeMo and Megatron; families do not see ranks.
+Each tensor-parallel rank holds a piece of a tensor; pipeline stages number their layers from 0.
+The readers of NeMo, Megatron and others use it, so that families need not know ranks.
 """
 
 import re
@@ -16,29 +16,29 @@ from foundations.files.json_content import Fields, Table
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
-# Prefixes of data parallelism and mixed precision to a model's names; not an adapter's `module.0`.
+# Prefixes from wrappers for data parallelism and mixed precision; not an adapter's `module.0`.
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
-# Prefixes of torch.compile, FSDP, activation checkpointing and Lightning to those of any module.
+# Names that torch.compile, FSDP, activation checkpointing and Lightning insert for any module.
 _WRAPPED_MODULE = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
 )
 
-# The parts of a rank's model in an interleaved schedule, and how many there are.
+# Keys of the parts of a rank's model in an interleaved schedule, and the setting of their number.
 _PART = re.compile(r"model(\d{1,4})")
 _INTERLEAVED = "virtual_pipeline_model_parallel_size"
 
 _Value = TypeVar("_Value")
 State = Mapping[str, StoredTensor]  # the tensors of one rank
 TrainingRank = tuple[int, int]  # tp_rank, pp_rank
-LayerOffset = Callable[[str, int], int]  # of a key and a stage
+LayerOffset = Callable[[str, int], int]  # (tensor's name, stage) -> global number of its layer 0
 
-# A damaged number must not list missing ranks until memory runs out.
+# With a damaged number of ranks, the list of missing ones would fill the memory.
 _MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True)
 class RankName:
-    """The name of a rank's folder, and the rank."""
+    """A rank and the name of its folder."""
 
     folder: str
     tp_rank: int
@@ -52,7 +52,7 @@ _RANK_FOLDERS = (
 
 
 def parse_rank_folder(name: str) -> RankName | None:
-    """Return the rank in a folder name, or None for other folders."""
+    """Return the rank that a folder's name states, or None for other folders."""
     match = next(filter(None, (pattern.match(name) for pattern in _RANK_FOLDERS)), None)
     return RankName(name, int(match["tp"]), int(match["pp"] or 0)) if match else None
 
@@ -64,10 +64,10 @@ def number_in(path: Path) -> int:
 
 
 def count_of(config: Table, key: str, *, default: int, where: object) -> int:
-    """Return a positive whole number of a training configuration; null counts as absent.
+    """Return a positive whole number of a training configuration; `default` if absent or null.
 
     Raises:
-        CheckpointMismatchError: It is not such a number; the message names `where`.
+        CheckpointMismatchError: The value is not such a number; the message begins with `where`.
     """
     value = config.get(key)
     value = default if value is None else value
@@ -81,7 +81,7 @@ def count_of(config: Table, key: str, *, default: int, where: object) -> int:
 def ranks_by_place(
     found: Iterable[RankName], config: Table, *, where: Path
 ) -> dict[TrainingRank, RankName]:
-    """Return every rank of a training configuration, which states the parallel sizes.
+    """Return the ranks by (tp_rank, pp_rank), after comparing them with a configuration's sizes.
 
     Raises:
         CheckpointMismatchError: Ranks are missing, superfluous or duplicated.
@@ -131,15 +131,15 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
 def rank_states(
     models: Mapping[TrainingRank, Mapping[Any, Any]], config: Fields, *, where: Path
 ) -> dict[TrainingRank, State]:
-    """Return the tensors of each tensor rank and stage of ranks' models, or of their parts.
+    """Return the tensors of each (tensor rank, stage) from the models of ranks.
 
     In an interleaved schedule a rank has several parts, model0, model1, ...: layers go from part 0
-    of the first pipeline rank to that of the last one, then on to part 1. Part v of rank p is thus
-    stage v x PP + p, however many layers a part has; `config` then states no schedule any more.
+    of the first pipeline rank to part 0 of the last one, then on to part 1. Part v of rank p is
+    thus stage v x PP + p, however many layers it has; the schedule is removed from `config`.
     NVIDIA/Megatron-LM, megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset
 
     Raises:
-        CheckpointMismatchError: Ranks have other parts than `config` states.
+        CheckpointMismatchError: A rank has other parts than `config` states.
     """
     parts = {place: _parts(model) for place, model in models.items()}
     if not any(parts.values()):
@@ -168,7 +168,7 @@ def _parts(model: Mapping[Any, Any]) -> dict[int, Any]:
 
 
 def _layers_before(states: Mapping[TrainingRank, State]) -> LayerOffset:
-    """Return the rule for a stage's first layer: the depths of all earlier ones together."""
+    """Return the rule for a stage's first layer: the number of layers in all earlier stages."""
     held: dict[tuple[str, int], set[str]] = {}
     for (_, pp_rank), state in states.items():
         for key in state:
@@ -186,9 +186,9 @@ def _layers_before(states: Mapping[TrainingRank, State]) -> LayerOffset:
 def join_ranks(
     states: Mapping[TrainingRank, State], *, where: Path, layer_offset: LayerOffset | None = None
 ) -> dict[str, tuple[StoredTensor, ...]]:
-    """Return each tensor's pieces in tensor-rank order, layers numbered globally.
+    """Return each tensor's pieces in tensor-rank order, with layers numbered globally.
 
-    `layer_offset` gives the global number of layer 0 of a stage; None where stages show it.
+    `layer_offset` gives the global number of a stage's layer 0; None counts the stages' layers.
 
     Raises:
         CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold different
@@ -223,9 +223,9 @@ def join_ranks(
 
 
 def flatten(tree: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of nested dicts under their joined keys; other values are left out.
+    """Return the tensors of nested dicts by joined keys, without the names of wrapping modules.
 
-    So are all but a `state_dict`, where there is one, and the names of wrapping modules.
+    Other values are left out, and everything outside of a `state_dict` if there is one.
     """
     inner = tree.get("state_dict") if isinstance(tree, Mapping) else None
     tree = inner if isinstance(inner, Mapping) else tree
@@ -242,24 +242,22 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
 
 
 def renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
-    """Return a name with what the patterns of a table find replaced, one after the other."""
-    for theirs, ours in table:
-        name = re.sub(theirs, ours, name)
+    """Return a name after the substitutions of a table (pattern, replacement), in order."""
+    for pattern, replacement in table:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
-_OF_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+# The first ports of BERT named the parameters of a norm gamma and beta.
+_NORM_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
 
 
 def bare_name(name: str) -> str:
-    """Return a tensor's name without those of modules that wrap the model or a part of it.
-
-    The first ports of BERT named the parameters of a norm gamma and beta.
-    """
-    return renamed(_WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name)), _OF_NORMS)
+    """Return a tensor's name without wrapping modules, and with the usual names of norms."""
+    return renamed(_WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name)), _NORM_NAMES)
 
 
 def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:
-    """Return a table of tensors' names without those of modules that wrap the model or a part."""
+    """Return a table by tensor name with bare names, or unchanged if two would become the same."""
     bare = {bare_name(name): value for name, value in table.items()}
     return bare if len(bare) == len(table) else table

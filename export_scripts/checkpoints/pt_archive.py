@@ -1,7 +1,7 @@
-"""Index of a torch.save file: the byte range of every tensor, the other contents as data.
+"""The index of a torch.save file: every tensor's byte range, and all other contents as data.
 
-Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in a file of its own
-or inside an uncompressed tar. The file's code is not executed and tensors are not loaded.
+Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in a file or inside an
+uncompressed tar. No code of the file is executed and no tensor is loaded.
 """
 
 import functools
@@ -24,17 +24,16 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-_MOST_VALUES = 20_000_000  # of a tree whose shared objects would be repeated
+_MOST_VALUES = 20_000_000  # in a tree of objects, with shared ones repeated
 
 
 def read_torch_file(region: Region | Path) -> Any:
     """Return the contents of a torch.save file; its tensors are `StoredTensor` records.
 
-    Objects of known frameworks come out as plain dicts, lists and values.
+    Objects of known frameworks become plain dicts, lists and values.
 
     Raises:
-        CheckpointMismatchError: The file is damaged, or names an object that no checkpoint
-        needs.
+        CheckpointMismatchError: The file is damaged, or names an object that no checkpoint needs.
     """
     region = region if isinstance(region, Region) else Region(region)
     with region.open() as stream:
@@ -53,10 +52,11 @@ def read_torch_file(region: Region | Path) -> Any:
 
 
 def read_torch_table(region: Region | Path, what: str) -> dict[Any, Any]:
-    """Return the table in a torch.save file, as `read_torch_file`; `what` says what it is.
+    """Return the table in a torch.save file, as `read_torch_file` does.
 
     Raises:
-        CheckpointMismatchError: The file is damaged or unsafe, or holds something else.
+        CheckpointMismatchError: The file is damaged or unsafe, or does not hold a table, which the
+            message calls `what`.
     """
     tree = read_torch_file(region)
     if not isinstance(tree, dict):
@@ -107,7 +107,7 @@ def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
 
 
 def _member(region: Region, stream: BinaryIO, info: zipfile.ZipInfo) -> bytes:
-    """Return a stored member's contents, after comparing its checksum if it has one."""
+    """Return a stored member's contents, after checking its checksum if it has one."""
     stream.seek(zip_data_offset(region.path, stream, info))
     data = stream.read(info.file_size)
     if info.CRC != NO_CRC and zlib.crc32(data) != info.CRC:
@@ -121,8 +121,8 @@ def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
     Raises:
         CheckpointMismatchError: The stream does not hold the whole member.
     """
-    # The local header repeats the name and may carry padding of another length than the
-    # directory's entry.
+    # The local header repeats the name; its padding may differ in length from the central
+    # directory's.
     file.seek(info.header_offset)
     header = file.read(_LOCAL_HEADER_BYTES)
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != _LOCAL_HEADER:
@@ -135,7 +135,7 @@ def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 
 def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
-    # Storages follow the tree of objects, which is read once more when their places are known.
+    # Storages follow the tree of objects: it is read again after their places are known.
     storages: dict[str, tuple[str, int]] = {}
     places: dict[str, Record] = {}
 
@@ -185,17 +185,17 @@ def _plain(tree: Any, region: Region) -> Any:
 
 
 class _PlainData:
-    """Return an object tree as dicts, lists and values.
+    """Converts an object tree to dicts, lists and values.
 
     A shared object is converted once, and a cycle ends in None. An object with both attributes and
-    slots is a list of the two. A tree that would be too large if
-    nothing were shared is refused: walking over it would not terminate.
+    slots becomes a list of the two. A tree that is too large with shared objects repeated is
+    refused: a walk over it would not terminate.
     """
 
     def __init__(self, region: Region) -> None:
         self._region = region
         self._done: dict[int, Any] = {}
-        self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
+        self._sizes: dict[int, int] = {}  # id of a result -> number of values in it
 
     def __call__(self, value: Any) -> Any:
         """Return `value` as plain data."""
@@ -232,7 +232,7 @@ class _PlainData:
                 return [self(part) for part in parts]
             state = parts[0] if parts else None
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
-            # OmegaConf containers hold nodes in _content, nodes their value in _val.
+            # OmegaConf's containers hold nodes in _content; nodes hold their value in _val.
             return self(state["_content"] if "_content" in state else state.get("_val"))
         attributes = state if isinstance(state, Mapping) else None
         lone = value.args[0] if len(value.args) == 1 else None

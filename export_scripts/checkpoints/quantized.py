@@ -1,11 +1,10 @@
-"""Quantised Hugging Face folders as sources: their weights are widened while they are read.
+"""Quantised Hugging Face folders as sources: their weights are dequantised while they are read.
 
-Those in FP8 can be kept as they are, too.
+FP8 weights can also be kept.
 
-Forms: FP8 with one scale a tensor, a row or a block, int8 with scales, and packed integers as
-compressed-tensors, ModelOpt, transformers' fine-grained FP8, AutoAWQ and GPTQ save them. Values are
-computed in fp32 by the library's own formula, scale x (value - zero point); the conversion rounds
-them once.
+Forms: FP8 with a scale per tensor, row or block, int8 with scales, and packed integers, as saved by
+compressed-tensors, ModelOpt, transformers' fine-grained FP8, AutoAWQ and GPTQ. Values are computed
+in fp32 by the library's formula, scale x (value - zero point); the conversion rounds them once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 QUANTIZATION = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
-# Scales of activations and of the cache, which a model of wider weights does not need.
+# Suffixes of scales of activations and of the cache, which a dequantised model does not need.
 SCALES_OF_ACTIVATIONS = (
     ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale",
     ".input_zero_point", ".input_global_scale", ".activation_scale",
@@ -56,9 +55,10 @@ _DONE = (
 _WORDS = ("int32",)
 
 Pair = tuple[int, int]
-# The tensors of a matrix by the ends of their names.
+# The tensors of a matrix, by the suffix of their names.
 Parts = Mapping[str, StoredTensor]
-# Names in the module of arithmetic (it imports numpy, and a check does without), and their values.
+# Takes the module `numeric.widening` (it imports numpy, which a check does not need) and the arrays
+# by suffix; returns the matrix.
 Widen = Callable[[Any, Mapping[str, "Array"]], "Array"]
 
 
@@ -66,20 +66,20 @@ Widen = Callable[[Any, Mapping[str, "Array"]], "Array"]
 class _Form:
     """The form in which a folder stores its quantised matrices."""
 
-    value: str  # end of the name of the tensor of values
-    # Ends of the names of tensors that go with it -> whether it must be there.
+    value: str  # suffix of the tensor of values
+    # Suffix of a further tensor -> whether it is required.
     companions: Mapping[str, bool]
-    # Returns the sizes of the matrix and how its parts are widened; raises ValueError, which begins
-    # with the end of a name, for parts of a type or shape that do not belong together.
+    # Returns the shape of the matrix and the function that widens it. Raises ValueError for parts
+    # of wrong types or shapes; the message begins with a suffix.
     fit: Callable[[Parts], tuple[Shape, Widen]]
-    # Returns the scales of rows (out, groups) of FP8 values that fit, and the inputs of each.
+    # Returns the scales (out, groups) of a matrix in FP8, and the number of inputs per scale.
     scales: Callable[[Parts], tuple[Piece, int]] | None = None
-    # Whether the first axis of each part is that of experts, whose matrices are one tensor.
+    # Whether parts hold the matrices of all experts, along their first axis.
     is_stacked: bool = False
 
 
 def quantization(reader: CheckpointReader) -> Table | None:
-    """Return what a Hugging Face folder states about its quantised weights, None for plain ones."""
+    """Return the quantisation settings of a Hugging Face folder, None for plain weights."""
     stated = reader.config.get(QUANTIZATION)
     if stated is not None:
         return stated if isinstance(stated, Mapping) else {"quant_method": stated}
@@ -96,13 +96,15 @@ def with_plain_weights(
     *,
     keeps_fp8: bool = False,
 ) -> CheckpointReader:
-    """Return a checkpoint with plain weights in place of quantised ones; others as they are.
+    """Return a checkpoint with plain weights in place of quantised ones; others unchanged.
 
-    `is_passed` says whether the user passes a setting that is not known, `keeps_fp8` whether the
-    values in FP8, which the checkpoint has as well, will be taken.
+    Args:
+        reader: The checkpoint.
+        is_passed: Takes the name of an unknown setting; whether the user allows to ignore it.
+        keeps_fp8: Whether the FP8 values will be used, which the result has as well.
 
     Raises:
-        CheckpointMismatchError: They are quantised in another form, or do not fit together; each
+        CheckpointMismatchError: The form is not supported, or tensors do not fit together; each
             is named.
     """
     settings = quantization(reader)
@@ -120,10 +122,10 @@ def with_plain_weights(
             )
         form = _FORMS[method](settings, reader.tensors)
         if form.value == ".qweight" and reader.config.get("model_type") == "gpt2":
-            raise ValueError("GPT-2's matrices lie the other way round")
+            raise ValueError("GPT-2's matrices are transposed")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointMismatchError(
-            f"{reader.path}: the weights are quantised, and are not widened: {error}; {_AS_IT_IS}"
+            f"{reader.path}: the quantised weights cannot be widened: {error}; {_AS_IT_IS}"
         ) from error
     tensors, fp8, groups = _wide_tensors(reader, form)
     return dataclasses.replace(
@@ -138,13 +140,13 @@ def with_plain_weights(
 
 @functools.cache
 def known_settings(what: str) -> frozenset[str]:
-    """Return the settings of a method, or a part of it, from the table next to this module."""
+    """Return the known settings of a method, or of a part of it (quantization_settings.yaml)."""
     table = read_own_table(Path(__file__).with_name("quantization_settings.yaml"))
     return frozenset(str(table[what]).split())
 
 
 def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
-    """Return the settings that are set and not known, by name."""
+    """Return the settings that are set but not known: name -> text with the value."""
     groups = (settings.get("config_groups") or {}).values() if method != "modelopt" else ()
     tables = [(settings, method)]
     for group in groups:
@@ -160,7 +162,7 @@ def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
 def _wide_tensors(
     reader: CheckpointReader, form: _Form
 ) -> tuple[Tensors, dict[str, tuple[Piece, Piece]], set[int]]:
-    """Return all tensors, those in FP8 as they are, with scales, and the inputs of a scale."""
+    """Return all tensors widened, FP8 matrices with scales, and the numbers of inputs per scale."""
     plain = reader.tensors
     fp8: dict[str, tuple[Piece, Piece]] = {}
     groups: set[int] = set()
@@ -180,7 +182,7 @@ def _wide_tensors(
         parts = {end: plain[name + end][0].stored[0] for end in ends}
         try:
             if form.is_stacked:
-                tensors[name] = _of_experts(form, parts)
+                tensors[name] = _expert_matrices(form, parts)
                 continue
             tensors[f"{name}.weight"] = (_wide(*form.fit(parts), parts),)
             if form.scales is not None:
@@ -198,8 +200,8 @@ def _wide_tensors(
     return rest | tensors, fp8, groups
 
 
-def _of_experts(form: _Form, parts: Parts) -> Pieces:
-    """Return the matrices of all experts as one piece, of which each can be computed by itself."""
+def _expert_matrices(form: _Form, parts: Parts) -> Pieces:
+    """Return the matrices of all experts as one piece; each can be computed separately."""
     counts = {part.shape[0] if part.shape else 0 for part in parts.values()}
     if len(counts) > 1 or 0 in counts:
         raise ValueError(f" has parts of {' and '.join(map(str, sorted(counts)))} experts")
@@ -212,21 +214,21 @@ def _of_experts(form: _Form, parts: Parts) -> Pieces:
 
 
 def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
-    """Return a quantised matrix (out, in) as the fp32 values that it stands for."""
+    """Return a quantised matrix (out, in) as fp32 values."""
 
     def compute(maps: FileMaps) -> Array:
         from export_scripts.numeric import widening
 
         try:
             return widen(widening, {name: part.load(maps) for name, part in parts.items()})
-        except ValueError as error:  # of indices
+        except ValueError as error:  # an index is out of range
             raise CheckpointMismatchError(str(error)) from error
 
     return ComputedPiece("fp32", shape, tuple(parts.values()), compute)
 
 
 def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) -> Shape:
-    """Return the sizes of a part of one of some types. None stands for any size but 0."""
+    """Return the shape of a part, after checking its type and sizes; None is any size but 0."""
     part = parts[end]
     fits = len(part.shape) == len(wanted) and all(
         size > 0 if each is None else size == each
@@ -241,9 +243,9 @@ def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) 
 
 
 def _grid(parts: Parts, end: str, sizes: Shape, block: Pair | None) -> tuple[Pair, Pair]:
-    """Return how many scales a matrix has along its axes, and the sizes of the block of each.
+    """Return the grid of a matrix's scales (rows, columns), and the block size of each.
 
-    Without a block, it has one, or one for each row and each of equal groups of its columns.
+    Without `block`, there is one scale, or one for each row and each of equal groups of columns.
     """
     shape, (rows, columns) = parts[end].shape, sizes
     count = math.prod(shape)
@@ -265,9 +267,9 @@ def _grid(parts: Parts, end: str, sizes: Shape, block: Pair | None) -> tuple[Pai
 def _scaled(
     scale: str, kind: str, block: Pair | None = None, bits: int = 0, *, has_zeros: bool = False
 ) -> _Form:
-    """Return the form of FP8 or int8 values, or of words of `bits`, with scales of their own.
+    """Return the form of FP8 or int8 values, or of words of `bits`, with scales.
 
-    Zero points may be there where the values do not need them.
+    Zero points are accepted even where the settings do not require them.
     """
     zero = ".weight_zero_point"
     value = ".weight_packed" if bits else ".weight"
@@ -289,7 +291,7 @@ def _scaled(
         rows, columns = _sizes(parts, value, (kind,), None, None)
         sizes = (rows, columns * 32 // bits if bits else columns)
         grid = _grid(parts, scale, sizes, block)
-        if zero in parts and bits:  # of the rows in words
+        if zero in parts and bits:  # the zero points of rows are packed in words
             _sizes(parts, zero, (kind,), -(-rows * bits // 32), grid[0][1])
         elif zero in parts:
             _sizes(parts, zero, (kind,), *parts[scale].shape)
@@ -311,7 +313,7 @@ def _pair(sizes: Any) -> Pair | None:
 
 
 def _fine_grained(settings: Table, names: Collection[str]) -> _Form:
-    """quant_method fp8: by block, or by tensor, whose scales transformers and AutoFP8 call apart.
+    """quant_method fp8: by block or tensor; transformers and AutoFP8 name scales differently.
 
     transformers, integrations/finegrained_fp8.py; vllm, quantization/fp8.py.
     """
@@ -376,9 +378,10 @@ def _awq(settings: Table, _: Collection[str]) -> _Form:
 
 
 def _gptq(settings: Table, _: Collection[str]) -> _Form:
-    """GPTQ's layout: words of (in / n, out), zero points less one, a group for each input.
+    """GPTQ's layout: words of (in / n, out), zero points minus one, a group for each input.
 
-    AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py; GPTQModel's gptq_v2 stores them whole.
+    AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py; GPTQModel's gptq_v2 stores the zero
+    points themselves.
     """
     bits = settings.get("bits")
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
@@ -401,7 +404,7 @@ def _gptq(settings: Table, _: Collection[str]) -> _Form:
 
 
 def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
-    """Check the scales of groups of inputs and their zero points in words."""
+    """Check the scales of groups of inputs, and their packed zero points."""
     groups, _ = _sizes(parts, ".scales", sorted(FLOATING_TYPES), None, out)
     _sizes(parts, ".qzeros", _WORDS, groups, words)
     if width % groups:
@@ -409,9 +412,9 @@ def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
 
 
 def _mxfp4(*_: Any) -> _Form:
-    """The experts of gpt-oss, (experts, out, in / 32, 16) bytes of two values in E2M1.
+    """The experts of gpt-oss: (experts, out, in / 32, 16) bytes of two E2M1 values each.
 
-    32 values have a power of two together. OCP Microscaling Formats (MX) 1.0; transformers,
+    32 values share a power of two. OCP Microscaling Formats (MX) 1.0; transformers,
     integrations/mxfp4.py, convert_moe_packed_tensors.
     """
 

@@ -1,14 +1,14 @@
-"""Files that each rank of a fully sharded training writes of its parts of a model.
+"""Files in which the ranks of a fully sharded training save their parts of a model.
 
-verl writes `model_world_size_N_rank_R.pt`, accelerate `pytorch_model_fsdp_0_rankR.bin` if it is to
-do without torch's distributed checkpoints; their tensors are torch's DTensor or ShardedTensor.
+verl writes `model_world_size_N_rank_R.pt`; accelerate writes `pytorch_model_fsdp_0_rankR.bin` if
+torch's distributed checkpoints are off. Their tensors are torch's DTensor or ShardedTensor.
 Layout: volcengine/verl, verl/utils/checkpoint/fsdp_checkpoint_manager.py; huggingface/accelerate,
 utils/fsdp_utils.py; pytorch, torch/distributed/tensor/_api.py and
 torch/distributed/_shard/sharded_tensor/api.py.
 
-DeepSpeed has the model whole in `mp_rank_00_model_states.pt` up to stage 2 of ZeRO, in the type
-that it was trained in; in stage 3 `zero_pp_rank_<R>_mp_rank_00_optim_states.pt` has a rank's share
-of every parameter in fp32. The universal form has a folder for each, `zero/<name>/fp32.pt`. Layout:
+Up to ZeRO stage 2, DeepSpeed saves the whole model in `mp_rank_00_model_states.pt`, in the type of
+the training. In stage 3, `zero_pp_rank_<R>_mp_rank_00_optim_states.pt` has a rank's share of every
+parameter in fp32. The universal form has a folder for each, `zero/<name>/fp32.pt`. Layout:
 deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py.
 """
 
@@ -36,7 +36,7 @@ _RANK_FILE = re.compile(
 
 
 def is_rank_file(path: Path) -> bool:
-    """Return whether a file has the name of a rank's part of a model."""
+    """Return whether a file is named like a rank's part of a model."""
     return _RANK_FILE.fullmatch(path.name) is not None
 
 
@@ -45,12 +45,12 @@ class _Part:
     """A rank's part of a tensor.
 
     Attributes:
-        values: Of this rank.
-        whole: The shape of the whole.
-        begin: Where the part begins, if that is stated.
-        places: Axis of the whole -> the rank's coordinates among those that share it, in the order
-            in which it was cut.
-        factors: Axis that was cut again -> into how many parts it had been cut before.
+        values: The values of this rank.
+        whole: The shape of the whole tensor.
+        begin: The offset of the part, if it is stated.
+        places: Sharded axis -> the rank's coordinates in the mesh dimensions that share it, in the
+            order of the cuts.
+        factors: Axis that was cut a second time -> number of parts after the first cut.
     """
 
     values: StoredTensor
@@ -61,10 +61,10 @@ class _Part:
 
 
 def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
-    """Return the tensors that ranks have saved in files of their own.
+    """Return the tensors that ranks have saved in a file each.
 
     Raises:
-        CheckpointMismatchError: Files are missing or damaged, or do not make the wholes.
+        CheckpointMismatchError: Files are missing or damaged, or do not make up whole tensors.
     """
     parts: dict[str, list[_Part]] = {}
     problems: list[str] = []
@@ -86,7 +86,7 @@ def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of all ranks, in their order."""
+    """Return the files of all ranks, in order of rank."""
     ranks: dict[str | None, dict[int, Path]] = {}
     for file in folder.iterdir():
         if match := _RANK_FILE.fullmatch(file.name):
@@ -94,38 +94,37 @@ def _files(folder: Path) -> list[Path]:
     if len(ranks) != 1:
         raise CheckpointMismatchError(
             f"{folder} holds the files of several runs, of {', '.join(map(str, ranks))} ranks: "
-            "copy those of one there alone"
+            "keep the files of one run there"
         )
     ((stated, files),) = ranks.items()
-    return _complete(files, int(stated) if stated else 1 + max(files), f"{folder} lacks the files")
+    count = int(stated) if stated else 1 + max(files)
+    return _complete(files, count, f"{folder} lacks the files of ranks")
 
 
 def _complete(files: Mapping[int, _Value], count: int, lacks: str) -> list[_Value]:
-    """Return the files of ranks in order; `lacks` begins the message of those that are missing."""
+    """Return the files of ranks in order; `lacks` begins the message about missing ones."""
     if missing := [str(rank) for rank in range(count) if rank not in files]:
-        raise CheckpointMismatchError(
-            f"{lacks} of ranks {first_names(missing)} of {count}; copy them, too"
-        )
+        raise CheckpointMismatchError(f"{lacks} {first_names(missing)} of {count}; copy them, too")
     return [files[rank] for rank in range(count)]
 
 
 def _parts(value: Any) -> list[_Part] | None:
-    """Return a rank's parts of a tensor, which is plain data here; None of anything else."""
+    """Return a rank's parts of a tensor from the unpickled data; None for anything else."""
     match value:
         case StoredTensor():
             return [_Part(value, value.shape, (0,) * len(value.shape), {})]
         case {"size": [*whole], "state": [[*shards], {"shards_metadata": _}, *_]}:
-            found = [_shard(whole, shard) for shard in shards]
+            found = [_shard_part(whole, shard) for shard in shards]
         case {"size": [*whole], "state": [None, {"_local_tensor": values, "_spec": spec}]}:
-            found = [_cut(whole, values, spec)]
+            found = [_dtensor_part(whole, values, spec)]
         case _:
             return None
     parts = [each for each in found if each is not None]
     return parts if len(parts) == len(found) else None
 
 
-def _shard(whole: Sequence[Any], shard: Any) -> _Part | None:
-    """Return a shard of a ShardedTensor."""
+def _shard_part(whole: Sequence[Any], shard: Any) -> _Part | None:
+    """Return the part that a shard of a ShardedTensor holds; None if it has another form."""
     match shard:
         case {"tensor": StoredTensor() as values, "metadata": {"shard_offsets": [*begin]}}:
             if _are_sizes(values, whole) and _are_sizes(values, begin):
@@ -133,8 +132,8 @@ def _shard(whole: Sequence[Any], shard: Any) -> _Part | None:
     return None
 
 
-def _cut(whole: Sequence[Any], values: Any, spec: Any) -> _Part | None:
-    """Return the part that a DTensor has of a rank."""
+def _dtensor_part(whole: Sequence[Any], values: Any, spec: Any) -> _Part | None:
+    """Return the part that a rank's DTensor holds; None if it has another form."""
     match spec:
         case {"placements": [*kinds], "mesh": {"_coordinate_on_dim": [*coordinates]}} if isinstance(
             values, StoredTensor
@@ -153,11 +152,11 @@ def _are_sizes(values: StoredTensor, numbers: Sequence[Any]) -> bool:
 def _places(
     placements: Sequence[Any], coordinates: Sequence[Any], factors: dict[int, int]
 ) -> dict[int, tuple[int, ...]] | None:
-    """Return the axes that a mesh shares out, with a rank's coordinates; None of other kinds.
+    """Return sharded axis -> a rank's coordinates; None for other placements.
 
-    A replica has no attributes. A strided part, as fully sharded training cuts a tensor that tensor
-    parallelism has cut, is of the parts that the mesh's later dimensions make; how many these are
-    is added to `factors`. torch/distributed/tensor/placement_types.py
+    A placement without attributes is a replica. A strided shard, with which FSDP cuts a tensor that
+    tensor parallelism has cut, comes after the shards of later mesh dimensions; the number of their
+    parts is added to `factors`. torch/distributed/tensor/placement_types.py
     """
     places: dict[int, tuple[int, ...]] = {}
     last: dict[int, int] = {}
@@ -177,7 +176,7 @@ def _places(
 
 
 def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTensor:
-    """Return a tensor of its parts; ranks that share a part hold it each."""
+    """Return a tensor made of its parts; replicas of a part must be the same."""
     first = parts[0]
     rank = len(first.whole)
     if any(
@@ -190,37 +189,35 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
         return ChunkedTensor(first.values.dtype, first.whole, {})
     for axis, factor in first.factors.items():
         if (count := len({each.places[axis][:-1] for each in parts})) != factor:
-            problems.append(f"{name} was cut into {factor} parts and each again, of {count} ranks")
-    # Sizes along each axis in order of coordinates, whose sums are where parts begin.
+            problems.append(f"{name} was first cut into {factor} parts, but {count} are there")
+    # Sizes along each axis by coordinates; their sums are the offsets of the parts.
     sizes: dict[int, dict[tuple[int, ...], int]] = {axis: {} for axis in first.places}
     for each in parts:
         for axis, coordinate in each.places.items():
             size = each.values.shape[axis]
             if sizes[axis].setdefault(coordinate, size) != size:
                 problems.append(f"ranks hold parts of {name} of different sizes at one place")
-    begins = {
-        axis: dict(
-            zip(sorted(of), accumulate((of[n] for n in sorted(of)), initial=0), strict=False)
-        )
-        for axis, of in sizes.items()
-    }
+    offsets: dict[int, dict[tuple[int, ...], int]] = {}
+    for axis, by_coordinates in sizes.items():
+        ordered = dict(sorted(by_coordinates.items()))
+        offsets[axis] = dict(zip(ordered, accumulate(ordered.values(), initial=0), strict=False))
     chunks: dict[ChunkOffset, StoredTensor] = {}
     for each in parts:
-        places = {axis: begins[axis][at] for axis, at in each.places.items()}
+        places = {axis: offsets[axis][at] for axis, at in each.places.items()}
         begin = each.begin or tuple(places.get(axis, 0) for axis in range(rank))
         if 0 in each.values.shape:
             continue
         sums = {_checksum(each.values), _checksum(chunks.setdefault(begin, each.values))}
         if len(sums - {None}) > 1:
             problems.append(
-                f"ranks hold different values of {name} at one place: their files are of different "
-                "steps; copy those of one"
+                f"ranks hold different values of {name} at one place: their files are from "
+                "different steps; copy the files of one step"
             )
     return ChunkedTensor(first.values.dtype, first.whole, chunks)
 
 
 def _checksum(values: StoredTensor) -> int | None:
-    """Return the checksum that an archive states of a tensor, if nothing else is in its record."""
+    """Return the archive's checksum of a tensor, if the tensor is a whole record."""
     record = values.record
     return record.crc32 if record and record.size == values.span_bytes else None
 
@@ -234,19 +231,19 @@ _ZERO_UNIVERSAL = "zero/*/fp32.pt"
 
 @dataclass(frozen=True)
 class Reshaped:
-    """Computes a tensor's values in another shape."""
+    """A tensor's values in another shape, as a function."""
 
     values: Piece
     shape: Shape
 
     def __call__(self, maps: FileMaps) -> Any:
-        """Return the values in that shape."""
+        """Return the reshaped values."""
         return self.values.load(maps).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class _Unflattened(ComputedPiece):
-    """Values of a flat tensor in another shape, of which a part is read alone."""
+    """A flat tensor's values in another shape; a part can be read without the rest."""
 
     flat: ChunkedTensor
 
@@ -267,7 +264,7 @@ def _unflattened(flat: ChunkedTensor, shape: Shape) -> ComputedPiece:
 
 
 def _range(values: StoredTensor, first: int, end: int) -> StoredTensor:
-    """Return the values of a flat tensor from one to another, as far as it has them."""
+    """Return a flat tensor's values from `first` to before `end`, cut to what it has."""
     first, end = max(first, 0), min(end, values.shape[0])
     offset = values.offset + first * SOURCE_TYPES[values.dtype][0]
     return dataclasses.replace(values, offset=offset, shape=(max(end - first, 0),))
@@ -277,8 +274,8 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
     """Return the tensors of a model that DeepSpeed has saved.
 
     Raises:
-        CheckpointMismatchError: Files are missing or damaged, or tensor-parallel ranks do not say
-            how they have cut the tensors.
+        CheckpointMismatchError: Files are missing or damaged, or do not state how tensor-parallel
+            ranks cut the tensors.
     """
     universal = sorted(folder.glob(_ZERO_UNIVERSAL))
     ranks = [
@@ -288,24 +285,25 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
     first, found, shapes = ranks[0]
     if len(ranks) > 1:
         shapes = {}
-        found = {} if universal else _uncut(folder, first, [own for _, own, _ in ranks])
+        held = [own for _, own, _ in ranks]
+        found = {} if universal else _merge_tensor_ranks(folder, first, held)
     found |= {file.parent.name: _universal(file, shapes) for file in universal}
     for name, kept in _zero_table(first, "shared_params", folder).items():
         if isinstance(kept, str) and kept in found:
-            found[str(name)] = found[kept]  # ds_to_universal rounds a copy
+            found[str(name)] = found[kept]  # not the copy, which ds_to_universal rounds
     return found
 
 
 def _zero_rank(
     folder: Path, number: int, files: Sequence[Path], *, has_shares: bool
 ) -> tuple[Mapping[Any, Any], dict[str, Piece], dict[str, Shape]]:
-    """Return the states, tensors and parameters' shapes of a tensor-parallel rank."""
+    """Return a tensor-parallel rank's first state, its tensors, and its parameters' shapes."""
     states = [read_torch_table(file, "a DeepSpeed checkpoint") for file in files]
     first = states[0]
     module = flatten(_zero_table(first, "module", files[0]))
     found: dict[str, Piece] = {**module}
     shapes = _shapes(first.get("param_shapes") or [], files[0])
-    if files[0].name.startswith("zero_"):  # stage 3, whose module has placeholders
+    if files[0].name.startswith("zero_"):  # stage 3: the module's parameters are placeholders
         buffers = first.get("buffer_names")
         found = {n: module[n] for n in module if isinstance(buffers, list) and n in buffers}
         frozen = [_zero_table(state, "frozen_param_fragments", folder) for state in states]
@@ -319,13 +317,13 @@ def _zero_rank(
     return first, found, shapes
 
 
-def _uncut(
+def _merge_tensor_ranks(
     folder: Path, first: Mapping[Any, Any], ranks: Sequence[Mapping[str, Piece]]
 ) -> dict[str, Piece]:
-    """Return the tensors that tensor-parallel ranks hold parts of.
+    """Return whole tensors from the parts of tensor-parallel ranks.
 
-    DeepSpeed 0.19 states of each the parts that ranks hold, as the arguments of as_strided:
-    `source` in the whole, `dest` in the rank's. deepspeed/checkpoint/affine.py
+    DeepSpeed 0.19 states each part as arguments of as_strided: `source` in the whole tensor, `dest`
+    in the rank's. deepspeed/checkpoint/affine.py
     """
     match _zero_table(first, "universal_checkpoint_info", folder).get("affine_map"):
         case {"version": 1, "params": {**params}}:
@@ -333,17 +331,17 @@ def _uncut(
         case _:
             raise CheckpointMismatchError(
                 f"{folder} is of {len(ranks)} tensor-parallel ranks (mp_rank_*) and does not say "
-                "how they cut tensors (affine_map, of DeepSpeed 0.19): make its universal form "
+                "how they cut tensors (affine_map of DeepSpeed 0.19): make its universal form "
                 "(ds_to_universal), or save the model with save_pretrained"
             )
     parts = [[stored for each in own.values() for stored in each.stored] for own in ranks]
     _refuse_copies(folder, parts)
     whole = {
-        name: _of_boxes(stated.get(name), [own.get(name) for own in ranks]) for name in ranks[0]
+        name: _from_boxes(stated.get(name), [own.get(name) for own in ranks]) for name in ranks[0]
     }
     problems = [
-        f"tensor-parallel ranks do not hold {name} in one part each, as it is: make the "
-        "universal form (ds_to_universal), or save the model with save_pretrained"
+        f"{name} is not cut into one box for each tensor-parallel rank: make the universal form "
+        "(ds_to_universal), or save the model with save_pretrained"
         for name, each in whole.items()
         if each is None
     ]
@@ -353,8 +351,8 @@ def _uncut(
     return {**found}
 
 
-def _of_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | None:
-    """Return a tensor of which each rank has a box; None where that is stated in another way."""
+def _from_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | None:
+    """Return a tensor of which each rank has a box; None if `stated` describes something else."""
     chunks: dict[ChunkOffset, Piece] = {}
     match stated:
         case {"logical_shape": [*sizes], "ranks": {**ranks}} if all(
@@ -382,32 +380,32 @@ def _of_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | No
 
 
 def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:
-    """Return a table of a rank's states, of which all but the model's module may lack."""
+    """Return a table in a rank's state, empty if it is missing; the model's module must exist."""
     found = state.get(key)
     if isinstance(found, Mapping):
         return found
     if found is None and key != "module":
         return {}
     raise CheckpointMismatchError(
-        f"{file} has {found!r:.80} as {key}: expected a table; of a pipeline, whose layers lie in "
-        "files of their own, save the model with save_pretrained"
+        f"{file} has {found!r:.80} as {key}: expected a table; if the model was trained as a "
+        "pipeline, whose layers are in separate files, save it with save_pretrained"
     )
 
 
 def _zero_files(folder: Path, pattern: str) -> list[list[Path]]:
-    """Return the files of each tensor-parallel rank, those of data-parallel ranks in order."""
+    """Return each tensor-parallel rank's files, in order of data-parallel rank."""
     found: dict[int, dict[int, Path]] = {}
     for file in folder.glob(pattern):
         if match := _ZERO_RANKS.search(file.name):
             found.setdefault(int(match[2]), {})[int(match[1] or 0)] = file
     counts = [1 + max(files) for files in found.values()]
-    lacks = f"{folder} lacks, of tensor parallelism, the {pattern}"
-    ranks = _complete(found, 1 + max(found, default=0), lacks)
-    return [_complete(files, max(counts), f"{folder} lacks the {pattern}") for files in ranks]
+    lacks = f"{folder} lacks the {pattern} of"
+    ranks = _complete(found, 1 + max(found, default=0), f"{lacks} tensor-parallel ranks")
+    return [_complete(files, max(counts), f"{lacks} ranks") for files in ranks]
 
 
 def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
-    """Return a parameter of the universal form, which is flat if it comes from stage 3."""
+    """Return a parameter of the universal form; one from stage 3 is flat in the file."""
     value, name = read_torch_file(file), file.parent.name
     value = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(value, StoredTensor):
@@ -417,7 +415,7 @@ def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
 
 
 def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
-    """Return the shapes of parameters in the order in which ranks hold their shares."""
+    """Return name -> shape of parameters, in the order of the shares in a rank's flat groups."""
     found: dict[str, Shape] = {}
     for table in tables if isinstance(tables, list) else (None,):
         for name, shape in table.items() if isinstance(table, Mapping) else (("", None),):
@@ -432,7 +430,7 @@ def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
 def _partitioned(
     folder: Path, shapes: Mapping[str, Shape], count: int, tp_rank: int
 ) -> dict[str, Piece]:
-    """Return the parameters of stage 3, of which each of `count` ranks has an equal share."""
+    """Return the parameters of stage 3; each of `count` ranks has an equal share of each."""
     files = next(iter(_zero_files(folder, _ZERO_OPTIMIZER)[tp_rank:]), [])
     ranks: list[Sequence[Any]] = []
     problems = []
@@ -465,7 +463,7 @@ def _partitioned(
 
 
 def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
-    """Check, by what their archives state, that no rank's file is another one's.
+    """Check, by the checksums of their archives, that no rank's file is a copy of another's.
 
     Raises:
         CheckpointMismatchError: Two ranks hold the same values.
@@ -486,7 +484,7 @@ def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
 def _joined(
     ranks: Sequence[Sequence[Any]], begin: int, shape: Shape, name: str, folder: Path
 ) -> Piece:
-    """Return a parameter of which each rank holds a share, at `begin` of its flat groups."""
+    """Return a parameter joined from the ranks' shares, at `begin` of their flat groups."""
     size = math.prod(shape)
     share = -(-size // len(ranks))
     chunks: dict[ChunkOffset, StoredTensor] = {}

@@ -1,4 +1,4 @@
-"""The tensors of a safetensors file, whose header the library has checked."""
+"""The tensors of a safetensors file, after the library has checked its header."""
 
 import struct
 from pathlib import Path
@@ -17,8 +17,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
-        CheckpointMismatchError: The file is truncated, or its header disagrees with it.
-        UnreadTypeError: It has tensors of a type that is not read.
+        CheckpointMismatchError: The file is truncated, or inconsistent with its header.
+        UnreadTypeError: Tensors have a type that is not supported.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -34,11 +34,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
             raise truncated(path, str(error)) from error
         file.seek(0)
         (length,) = struct.unpack("<Q", file.read(8))
-        # The library takes the last of several tensors of one name.
+        # The library takes the last of several tensors with one name.
         header = json_table(file.read(length).decode(), f"{path}: its header", is_strict=True)
     header.pop("__metadata__", None)
     if lists := [key for key, entry in header.items() if not isinstance(entry, dict)]:
-        # The library reads the fields of an entry from a list, too.
+        # The library also accepts an entry's fields as a list.
         raise truncated(path, f"the entries of {first_names(lists)} in its header are lists")
     unknown = [
         f"tensor {key} is stored as {entry['dtype']}; known types: "

@@ -1,7 +1,7 @@
-"""torch's distributed checkpoints of Hugging Face models, with a config.json near by.
+"""Trainers' sharded checkpoints of Hugging Face models, with a config.json nearby.
 
 accelerate and transformers' Trainer (FSDP), AutoModel, NeMo-RL, verl, torchtitan, torchtune,
-Composer and OLMo-core save them, each in a folder of its own form, some in names of their own
+Composer and OLMo-core save them, each with another layout of folders, some with other tensor names
 (trainer_names.yaml). Layout: pytorch, torch/distributed/checkpoint (dcp, and hf_storage.py for
 shards of safetensors).
 """
@@ -60,31 +60,31 @@ from foundations.files.yaml_content import read_own_table
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-# Shards that torch writes of each rank's parts, and the key of where in the whole these begin.
+# Shards in which torch saves each rank's parts, and the metadata key of the parts' offsets.
 _SHARDS = "shard-*.safetensors"
 _OFFSETS_KEY = "DCP_SHARDING_INFO"
-_OF_RANKS = ("*.pt", "*.bin")
-_PARTS = "*.distcp"  # of an index
-_NAMES = (INDEX_NAME, _PARTS, _SHARDS, ZERO_STATES, *_OF_RANKS)
-# How deep below a folder its checkpoint may lie: policy/weights/model of NeMo-RL.
+_RANK_FILES = ("*.pt", "*.bin")
+_PARTS = "*.distcp"  # files that INDEX_NAME indexes
+_NAMES = (INDEX_NAME, _PARTS, _SHARDS, ZERO_STATES, *_RANK_FILES)
+# The depth at which a checkpoint is searched below a folder; NeMo-RL has policy/weights/model.
 _DEPTH = 3
-# Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
+# Folders of the settings, relative to the checkpoint's: AutoModel, accelerate, verl.
 _SETTINGS = (".", ".hf_metadata", "huggingface", "..", "../huggingface")
 CONFIG_NAME = "config.json"
-# Files and links that name the last checkpoint of a run, and its folder: of DeepSpeed, AutoModel,
-# verl, slime and ms-swift.
+# (file or link that names a run's last checkpoint, form of its folder's name): DeepSpeed,
+# AutoModel, verl, slime and ms-swift.
 _LATEST = (
     (ZERO_LATEST, "{}"), ("LATEST", "{}"), ("LATEST.txt", "{}"),
     (LATEST_NAME, "global_step_{}"), (LATEST_NAME, "iter_{:0>7}"),
 )  # fmt: skip
-# Settings of Megatron Bridge and of NeMo, from the checkpoint's folder.
+# Settings of Megatron Bridge and of NeMo, relative to the checkpoint's folder.
 _STATED = ("run_config.yaml", "../context/model.yaml", "../model_config.yaml")
 
 
 def sharded_folders(path: Path) -> list[Path]:
-    """Return the folders at or below a path with a checkpoint that does not state its settings."""
+    """Return the folders at or below a path that hold a checkpoint without its settings."""
     path = _last_folder(path)
-    if (path / LATEST_NAME).is_file():  # of Megatron-LM's checkpoints
+    if (path / LATEST_NAME).is_file():  # a run of Megatron-LM
         return []
     levels = ("", *("*/" * depth for depth in range(1, _DEPTH + 1)))
     found = {
@@ -92,18 +92,18 @@ def sharded_folders(path: Path) -> list[Path]:
         for level in levels
         for name in _NAMES
         for file in path.glob(level + name)
-        if file.is_file() and (name not in _OF_RANKS or is_rank_file(file))
+        if file.is_file() and (name not in _RANK_FILES or is_rank_file(file))
     }
     return sorted(each for each in found if not _states_settings(each, is_given=each == path))
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether a folder looks like a model in trainers' files, without its settings."""
+    """Return whether a folder looks like a trainer's sharded checkpoint without its settings."""
     return path.is_dir() and bool(sharded_folders(path))
 
 
 def _last_folder(path: Path) -> Path:
-    """Return the folder in a run's that its file names as the last, else the path itself."""
+    """Return the folder of a run's last checkpoint if a file or link names it, else the path."""
     for name, form in _LATEST:
         if (path / name).is_dir():
             return (path / name).resolve()
@@ -115,9 +115,10 @@ def _last_folder(path: Path) -> Path:
 
 
 def _states_settings(folder: Path, *, is_given: bool) -> bool:
-    """Return whether a checkpoint is Megatron-LM's, Megatron Bridge's or NeMo's, which state them.
+    """Return whether a checkpoint is Megatron-LM's, Megatron Bridge's or NeMo's.
 
-    The index of one that torch has saved alone is read if it was given by name.
+    To tell whether one without metadata.json is Megatron-LM's, its index must be read; that is
+    done only if the user named this folder.
     """
     has_description = (folder / METADATA_NAME).is_file()
     if not (folder / INDEX_NAME).is_file():
@@ -141,15 +142,14 @@ def is_configuration(file: Path) -> bool:
     try:
         return not {"model_type", "architectures"}.isdisjoint(json_file(file))
     except CheckpointMismatchError:
-        return True  # its reader says what is wrong with it
+        return True  # reading it later reports the problem
 
 
 def with_sharded_weights(configuration: CheckpointReader, path: Path) -> CheckpointReader:
     """Return a model with the tensors of the distributed checkpoint at or below a path.
 
     Raises:
-        CheckpointMismatchError: There is none, or several; it is damaged, or its names are of
-            another model.
+        CheckpointMismatchError: There is no checkpoint, there are several, or it is damaged.
     """
     folders = sharded_folders(path)
     models = {folder: found for folder in folders if (found := _tensors(folder))}
@@ -160,7 +160,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             f"{first_names([str(folder) for folder in models])}; name one"
             if models
             else f"{first_names(lost)} lacks {INDEX_NAME}, the index of its {_PARTS}: copy this "
-            "hidden file, too; where there is none, the save did not end: take another checkpoint"
+            "hidden file, too; if there is none, the save did not finish: take another checkpoint"
             if lost
             else f"{path} holds no distributed checkpoint of a model, only of its training"
         )
@@ -185,7 +185,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
 
 
 def _tensors(folder: Path) -> Tensors:
-    """Return a model's tensors in a folder."""
+    """Return the model's tensors in a folder, whatever form they are saved in."""
     found: Mapping[str, Piece]
     if any(folder.glob(ZERO_STATES)):
         found = zero_tensors(folder)
@@ -198,7 +198,7 @@ def _tensors(folder: Path) -> Tensors:
 
 
 def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
-    """Return the tensors of shards of safetensors, each with where its parts begin."""
+    """Return the tensors in safetensors shards, whose metadata has the offsets of parts."""
     chunks: dict[str, dict[ChunkOffset, StoredTensor]] = {}
     problems = []
     for file in sorted(folder.glob(_SHARDS)):
@@ -221,20 +221,21 @@ def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
 
 
 def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:
-    """Return a tensor of chunks that reach as far as the whole does."""
+    """Return the smallest tensor that contains its chunks."""
     ends = [map(operator.add, begin, values.shape) for begin, values in chunks.items()]
     dtype = next(iter(chunks.values())).dtype
     return ChunkedTensor(dtype, tuple(map(max, zip(*ends, strict=True))), chunks)
 
 
-_TURNED = re.compile(r"\.self_attn\.([qk])_proj\.")
+# Projections whose rows follow the rotary embedding, and the settings of their number of heads.
+_ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.")
 _HEADS = {
     "q": ("num_attention_heads",),
     "k": ("num_key_value_heads", "num_attention_heads"),
 }
-_EXPERT = "{}"  # in the name of a tensor that holds all experts of a layer
-_HALVES = re.compile(r"\{(\w+),(\w+)\}")  # in that of one whose rows are two tensors
-_IN_MEMORY = "transformers"  # whose names are distinguished from those of its files one by one
+_EXPERT = "{}"  # stands for the expert's number if a tensor holds all experts of a layer
+_TWO_NAMES = re.compile(r"\{(\w+),(\w+)\}")  # names of two tensors that are stored as one
+_IN_MEMORY = "transformers"  # transformers' names in memory, which no tensor identifies
 
 
 @functools.cache
@@ -243,11 +244,11 @@ def _trainers() -> Mapping[str, Any]:
 
 
 def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
-    """Return a model with transformers' names and rows, in place of a trainer's own.
+    """Return a model with transformers' names and order of rows in place of a trainer's.
 
     Raises:
-        CheckpointMismatchError: It is none of the models whose names are known, or has what these
-            cannot compute.
+        CheckpointMismatchError: The names of this model are not known, or it has a tensor that
+            transformers' model cannot use.
     """
     tensors = reader.tensors
     trainers, kind = _trainers(), str(reader.config.get("model_type"))
@@ -280,7 +281,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
                 (expert,) = whole.select(number).pieces
                 found |= _parts(ours.replace(_EXPERT, str(number)), expert)
             continue
-        if (match := _TURNED.search(ours)) and match[1] in models[kind]:
+        if (match := _ROTATED.search(ours)) and match[1] in models[kind]:
             heads = [reader.config.get(key) for key in _HEADS[match[1]]]
             piece = _in_halves(ours, piece, next(filter(None, heads), None))
         found[ours] = (piece,)
@@ -289,8 +290,8 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
 
 
 def _parts(name: str, rows: Piece) -> Tensors:
-    """Return the tensors, by name, of the rows of one, which may be two."""
-    match = _HALVES.search(name)
+    """Return a tensor by name, or the two that its rows hold."""
+    match = _TWO_NAMES.search(name)
     if match is None or rows.shape[0] % 2:
         return {name: (rows,)}
     shape = (2, rows.shape[0] // 2, *rows.shape[1:])
@@ -301,17 +302,17 @@ def _parts(name: str, rows: Piece) -> Tensors:
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:
-    """Return rows of heads that rotate neighbouring dimensions, as halves are rotated.
+    """Return a projection whose rows are in the order for rotating halves, not neighbours.
 
-    Row 2 i + j of a head becomes row j * size / 2 + i, as transformers' conversion of Llama does.
+    Row 2 i + j of a head becomes row j * size / 2 + i, as in transformers' conversion of Llama.
 
     Args:
-        name: Of the projection, for messages.
-        rows: The projection (heads x size, hidden).
-        heads: How many there are.
+        name: The projection's name, for messages.
+        rows: The projection (heads x size, hidden), in the order for rotating neighbours.
+        heads: The number of heads.
 
     Raises:
-        CheckpointMismatchError: The rows are not those of as many heads of an even size.
+        CheckpointMismatchError: The rows do not divide into `heads` heads of an even size.
     """
     if type(heads) is not int or heads < 1 or not rows.shape or rows.shape[0] % (2 * heads):
         raise CheckpointMismatchError(

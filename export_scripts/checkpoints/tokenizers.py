@@ -1,7 +1,7 @@
-"""Tokenizer files of a checkpoint: those for the FT folder, and their special tokens.
+"""A checkpoint's tokenizer files for the FT folder, and their special tokens.
 
-No tokenizer library is needed: byte-pair vocabularies are JSON, WordPiece ones lines of text, and
-a SentencePiece model is a protocol buffer.
+No tokenizer library is needed: a byte-pair vocabulary is JSON, a WordPiece one lines of text, and a
+SentencePiece model a protocol buffer.
 """
 
 import fnmatch
@@ -17,16 +17,16 @@ from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
 
-_MOST_ID = (1 << 32) - 1  # of the tokenizers library
+_MOST_ID = (1 << 32) - 1  # the tokenizers library's limit
 
 _GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
-# NeMo's relative paths start from where its run was launched: look in the working directory, then
-# from the checkpoint's folder upwards.
+# NeMo's relative paths start from the folder in which its run was launched. They are searched from
+# the working directory, the checkpoint's folder, and as many parents of that.
 _ANCESTORS_SEARCHED = 4
 
-# Files of a Hugging Face folder worth carrying, and their names in the FT folder. Of several with
-# one name the last is carried.
+# Files of a Hugging Face folder to copy -> their names in the FT folder. Of several with the same
+# name there, the last is copied.
 _HUGGINGFACE_FILES: Mapping[str, str] = {
     "sentencepiece.bpe.model": "tokenizer.model",
     "spiece.model": "tokenizer.model",
@@ -42,9 +42,9 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def huggingface_files(members: Files) -> Files:
-    """Return the files of a Hugging Face folder that are carried, by their names in the FT folder.
+    """Return a Hugging Face folder's files to copy, by their names in the FT folder.
 
-    `members` are those of the folder, by their names in it.
+    `members` are the files of the folder, by name.
     """
     found = {
         ours: members[theirs] for theirs, ours in _HUGGINGFACE_FILES.items() if theirs in members
@@ -54,7 +54,7 @@ def huggingface_files(members: Files) -> Files:
 
 
 def folder_members(folder: Path) -> Files:
-    """Return the files of a folder, and of its folders of templates, by their names in it."""
+    """Return the files of a folder, chat templates in its subfolder included, by relative name."""
     return {
         str(entry.relative_to(folder)): Region(entry)
         for pattern in ("*", _TEMPLATES)
@@ -65,7 +65,7 @@ def folder_members(folder: Path) -> Files:
 
 @dataclass(frozen=True)
 class MadeFile(Region):
-    """A file of a tokenizer that is made of another one, whose `path` it has."""
+    """A tokenizer file whose `content` was made from the file at `path`."""
 
     content: bytes = b""
 
@@ -76,7 +76,7 @@ class MadeFile(Region):
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of special tokens; None where the tokenizer has none."""
+    """IDs of special tokens; None for a token that the tokenizer lacks."""
 
     bos: int | None = None
     eos: int | None = None
@@ -84,9 +84,9 @@ class SpecialIds:
 
 
 def special_ids(files: Files) -> SpecialIds:
-    """Return the special ids that tokenizer files state, by their names in the FT folder.
+    """Return the special IDs that tokenizer files state; else those of generation_config.json.
 
-    The generation's configuration states them where the tokenizer does not.
+    `files` are by their names in the FT folder.
 
     Raises:
         CheckpointMismatchError: A tokenizer file cannot be read.
@@ -116,7 +116,7 @@ def _ids_of_tokenizer(files: Files) -> SpecialIds:
 
 
 def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
-    """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
+    """Return the IDs of the tokens that a Hugging Face tokenizer's settings name."""
     added = json_file(tokenizer).get("added_tokens")
     ids: dict[str, int] = {
         item["content"]: item["id"]
@@ -152,24 +152,24 @@ def _sentencepiece_ids(file: Region) -> SpecialIds:
 
 
 def check_outside_files(files: Files, checkpoint: Path) -> None:
-    """Check the files that a checkpoint does not hold itself, which are copied with its model.
+    """Check the files outside of a checkpoint that would be copied with its model.
 
-    It may name any file of the user's, or hold links to some: those that are not a tokenizer's are
-    not for whoever gets the model.
+    A checkpoint can name or link to any file of the user's. A file that is not a tokenizer's could
+    be a secret, which must not reach those who get the model.
 
     Raises:
         CheckpointMismatchError: Such a file is not a tokenizer's.
     """
     folders = [checkpoint.resolve()]
     cache = folders[0].parent.parent
-    # A Hugging Face cache has links into its own blobs.
+    # A snapshot in a Hugging Face cache links to the cache's blobs.
     if folders[0].parent.name == "snapshots" and cache.name.startswith("models--"):
         folders.append(cache / "blobs")
     problems = [
         f"{file.path} is refused: it lies outside of the checkpoint and is not a tokenizer's "
         f"{name}; if you trust it, copy it into the checkpoint"
         for name, file in files.items()
-        # A member of an archive has a name of its own.
+        # Only a member of an archive has a name.
         if not file.name
         and not any(file.path.resolve().is_relative_to(each) for each in folders)
         and not _is_tokenizer(name, files)
@@ -178,7 +178,7 @@ def check_outside_files(files: Files, checkpoint: Path) -> None:
 
 
 def _is_tokenizer(name: str, files: Files) -> bool:
-    """Return whether a file holds what its name says, and nothing that would also be a secret."""
+    """Return whether a file's content is the tokenizer's that its name says."""
     try:
         data = read_small(files[name])
         if name == "tokenizer.model":
@@ -198,13 +198,13 @@ def _is_tokenizer(name: str, files: Files) -> bool:
 
 
 def is_list(file: Region) -> bool:
-    """Return whether a JSON file holds a list, as the vocabularies of tiktoken do."""
+    """Return whether a JSON file holds a list, as tiktoken's vocabularies do."""
     with file.open() as stream:
         return stream.read(64).lstrip().startswith(b"[")
 
 
 def given_files(vocab_path: Path | None, merges_path: Path | None) -> Files:
-    """Return the tokenizer files a user named, under their names in the FT folder.
+    """Return the tokenizer files that the user named, by their names in the FT folder.
 
     Raises:
         ValueError: A path does not exist.
@@ -215,7 +215,7 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> Files:
             continue
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
-        # Files of other names, too, such as 20B_tokenizer.json.
+        # A tokenizer.json may have another name, such as 20B_tokenizer.json.
         is_table = path.suffix == ".json" and not is_list(Region(path))
         is_whole = is_table and isinstance(json_file(path).get("model"), dict)
         stem = "tokenizer" if path.suffix == ".model" or is_whole else stem
@@ -224,10 +224,10 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> Files:
 
 
 def nemo_files(container: Container, config: Table) -> Files:
-    """Return the tokenizer files that a NeMo 1.x configuration names: in the archive or outside.
+    """Return the tokenizer files that a NeMo 1.x configuration names, in the archive or outside.
 
     Raises:
-        CheckpointMismatchError: An archive lacks one of its files, or has several for one name.
+        CheckpointMismatchError: An archive lacks a file that it names, or several match the name.
     """
     settings = config.get("tokenizer")
     if not isinstance(settings, Mapping):
@@ -245,7 +245,7 @@ def nemo_files(container: Container, config: Table) -> Files:
 
 
 def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region | None:
-    """Return a tokenizer file: in the root of the checkpoint, or at the configured path."""
+    """Return a tokenizer file in the root of the checkpoint, else at the configured path."""
     if not isinstance(value, str) or not value:
         return None
     inside = value.startswith(("nemo:", "/artifacts/"))
@@ -258,7 +258,7 @@ def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region 
         )
     if hits:
         return container.members[hits[0]]
-    # A run started from an archive names files of the archive, which its own folder lacks.
+    # The folder of a run that began from an archive names files of the archive but lacks them.
     if inside and container.path.is_file():
         raise CheckpointMismatchError(f"{container.path} lacks its tokenizer file {value!r}")
     above = list(container.path.resolve().parents)[:_ANCESTORS_SEARCHED]

@@ -1,8 +1,8 @@
-"""The object tree of a torch file, read without running anything it names.
+"""The object tree of a torch file, read without running any code that it names.
 
-Tensors come out as `StoredTensor` records, containers as plain ones, and objects of the training
-frameworks (argparse.Namespace, OmegaConf containers, enums, ...) as inert records of their
-arguments and state. A pickle that names anything else is refused.
+Tensors become `StoredTensor` records, containers plain ones, and objects of training frameworks
+(argparse.Namespace, OmegaConf containers, enums, ...) inert records of their arguments and state.
+A pickle that names anything else is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Fields
 
-# Objects of these modules become inert records: names are kept, no code runs.
+# Objects of these packages become inert records; no code of theirs runs.
 _INERT_MODULES = (
     "apex", "argparse", "composer", "datetime", "deepspeed", "enum", "lightning",
     "lightning_fabric", "megatron", "nemo", "numpy", "olmo_core", "omegaconf", "pathlib",
@@ -46,7 +46,7 @@ _STORAGE_TYPES = {
     "UntypedStorage": "uint8",
 }  # fmt: skip
 
-# Opcodes that no torch file uses; each would bypass the checks.
+# Opcodes that no torch file has, and that would bypass the checks.
 _REFUSED_OPCODES = (
     pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.BYTEARRAY8, pickle.NEXT_BUFFER,
     pickle.READONLY_BUFFER, pickle.OBJ,
@@ -62,19 +62,19 @@ class StorageType:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes behind one or more tensors."""
+    """The bytes that one or more tensors share."""
 
     dtype: str
-    count: int  # values
+    count: int  # number of values
     record: Record
 
 
-# The byte range of a storage, from its key, type and number of values.
+# (key, type, number of values) of a storage -> its byte range.
 StorageFinder = Callable[[str, str, int], Record]
 
 
 class Inert:
-    """An object of a class that is not run: its arguments and state, as data."""
+    """The arguments and the state of an object, whose class is not run."""
 
     qualified_name: ClassVar[str] = "?"
 
@@ -84,23 +84,23 @@ class Inert:
     elements: list[Any]
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
-        """Keep the arguments."""
+        """Record the arguments."""
         self = super().__new__(cls)
         self.args, self.state, self.items, self.elements = args, None, {}, []
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Keep an item."""
+        """Record an item."""
         self.items[key] = value
 
     def append(self, value: Any) -> None:
-        """Keep an element."""
+        """Record an element."""
         self.elements.append(value)
 
     add = append
 
     def extend(self, values: Any) -> None:
-        """Keep elements."""
+        """Record elements."""
         self.elements.extend(values)
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ def _check_key(key: Any) -> None:
             raise pickle.UnpicklingError("a key nests tuples, which no checkpoint does")
 
 
-# Opcodes that hash values on the stack, and which of those since the last mark.
+# Opcodes that hash values of the stack -> which of the values since the last mark.
 _HASHED = {
     pickle.SETITEM: slice(-2, -1),
     pickle.SETITEMS: slice(None, None, 2),
@@ -136,7 +136,7 @@ def _with_checked_keys(code: int, keys: slice) -> Callable[[Any], None]:
 
 
 class _Ordered(OrderedDict[Any, Any]):
-    """A dict made by calling its class."""
+    """A dict that a pickle makes by calling its class."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         _check_key(key)
@@ -144,9 +144,10 @@ class _Ordered(OrderedDict[Any, Any]):
 
 
 class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-ignore]
-    """The pure Python unpickler (its memo cannot be made to allocate) with an allow-list.
+    """The pure Python unpickler with an allow-list.
 
-    `place` gives the byte range of a storage; None refuses tensors. Messages name `source`.
+    A pickle cannot make its memo allocate, as it can with the C unpickler's. `place` gives the byte
+    range of a storage; None refuses tensors. Messages name `source`.
     """
 
     def __init__(
@@ -159,13 +160,13 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         self._classes: dict[str, type[Inert]] = {}
 
     def _build(self) -> None:
-        """Set the state of an inert record; any other change is refused."""
+        """Set the state of an inert record; a change of another object is refused."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined, unused-ignore]
         state = stack.pop()
         target = stack[-1]
         if isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, _Ordered):  # a state dict's _metadata is not needed
+        elif not isinstance(target, _Ordered):  # a state dict's _metadata is ignored
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle changes a {type(target).__name__}"
             )
@@ -196,7 +197,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         return self._classes[qualified]
 
     def _nested(self, owner: Any, name: Any) -> type[Inert]:
-        """Return the inert stand-in of a class within another, which protocol 2 gets by getattr."""
+        """Return the inert stand-in of a nested class, which protocol 2 names by getattr."""
         if not (isinstance(owner, type) and issubclass(owner, Inert)):
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle names {_GETATTR[0]} of no class, "
@@ -205,7 +206,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         return type("Inert", (Inert,), {"qualified_name": f"{owner.qualified_name}.{name}"})
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return the storage a persistent id names: (storage, type, key, location, count)."""
+        """Return the storage of a persistent ID (storage, type, key, location, count)."""
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
             raise pickle.UnpicklingError(f"unknown persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
@@ -239,11 +240,9 @@ def _stored(
     *,
     kind: Any = None,
 ) -> StoredTensor:
-    """Return a tensor in a storage, of a type of its own if `kind` is given.
+    """Return a tensor in a storage, of the storage's type unless `kind` states another.
 
-    `views` says whether its values are negated or conjugated where they are used, which the storage
-    does not show.
-    torch/_utils.py, get_tensor_metadata
+    `views` has flags of lazily negated or conjugated values: torch/_utils.py, get_tensor_metadata.
     """
     if views:
         raise pickle.UnpicklingError(
@@ -277,7 +276,7 @@ def _stored(
 
 
 def _with_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Return a tensor, or of one that wraps others its whole size and its state."""
+    """Return a plain tensor, or the size and the state of one that wraps others."""
     if not isinstance(rebuild, type):
         return rebuild(*args)
     if not (isinstance(kind, type) and issubclass(kind, Inert)):
@@ -303,7 +302,7 @@ _KNOWN: Fields = {
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor": _stored,
     "torch._utils._rebuild_tensor_v2": _stored,
-    # Its type comes after its hooks.
+    # The type follows the hooks.
     "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(
         *facts[:6], *facts[7:], kind=facts[6]
     ),
@@ -319,7 +318,7 @@ _KNOWN: Fields = {
 }
 
 
-# The unpickler's errors on bytes that are not a pickle of torch.save.
+# Errors of the unpickler for bytes that are not a pickle of torch.save.
 _DAMAGED = (
     pickle.UnpicklingError, EOFError, IndexError, AttributeError, TypeError, ValueError,
     ArithmeticError, struct.error,

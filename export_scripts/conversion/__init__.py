@@ -1,4 +1,4 @@
-"""One conversion: the request, the plan that finds every problem, and the writing of the shards.
+"""A conversion: its request, the plan that finds every problem, and the writing of the files.
 
-Facts about formats belong to `checkpoints` and `ft`, facts about models to `families`.
+Facts about formats are in `checkpoints` and `ft`, facts about models in `families`.
 """

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint into an FT folder, and its checks before the start."""
+"""Conversion of a checkpoint to an FT folder or another output, and the checks before it starts."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.checkpoints.megatron import is_megatron
 from export_scripts.checkpoints.sharded_huggingface import CONFIG_NAME, settings_folder
 from export_scripts.conversion.fp8 import in_fp8
-from export_scripts.conversion.huggingface import kept_settings, plan_huggingface
+from export_scripts.conversion.huggingface import inherited_settings, plan_huggingface
 from export_scripts.conversion.lora import peft_problems
 from export_scripts.conversion.peft import plan_peft
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
@@ -46,7 +46,7 @@ __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "conver
 
 Progress = Callable[[int, int], None]
 
-# A gzip archive must be unpacked to be read; a quick check skips larger ones.
+# A gzip archive must be unpacked to be read; the check before the start skips larger ones.
 _QUICK_GZIP_BYTES = 32 << 20
 
 _NO_LOCKS = (
@@ -58,20 +58,20 @@ _NO_LOCKS = (
 class ConversionSummary:
     """Summary of a conversion."""
 
-    ft_dir: Path  # the folder
-    family: str  # its family's name
-    tensors: int  # tensors in it
-    files: int  # files in it, config.ini and tokenizer included
-    size_bytes: int  # bytes of all of them
-    written_bytes: int  # bytes of weights this run wrote; fewer after an interrupted one
-    seconds: float  # time this run took
+    ft_dir: Path  # the output folder
+    family: str  # the model family's name
+    tensors: int  # number of tensors
+    files: int  # number of files, config.ini and tokenizer included
+    size_bytes: int  # size of all files
+    written_bytes: int  # weights that this run wrote; an interrupted run wrote the others
+    seconds: float  # duration of this run
     peak_memory_bytes: int  # largest resident size of this process so far
-    already_done: bool  # whether the folder already existed
+    already_done: bool  # whether the folder was complete before
     remarks: tuple[str, ...] = ()  # warnings and choices to report
 
 
 def check_conversion(request: ConversionRequest) -> list[str]:
-    """Return every reason a request cannot be converted; no tensor is read, numpy not imported."""
+    """Return every problem of a request; no tensor is read and numpy is not imported."""
     problems = request_problems(request)
     if problems:
         return problems
@@ -99,7 +99,7 @@ def _is_slow_to_open(request: ConversionRequest) -> bool:
 
 
 def _folder_problems(request: ConversionRequest, paths: WorkPaths, identity: str) -> list[str]:
-    """Return a problem if the output folder exists and holds something else."""
+    """Return a problem if the output folder holds another conversion."""
     if not paths.final.exists() or request.overwrite:
         return []
     if _is_finished(paths, identity) or is_interrupted(paths, Journal(paths.journal, identity)):
@@ -111,15 +111,15 @@ def _folder_problems(request: ConversionRequest, paths: WorkPaths, identity: str
 
 
 def convert(request: ConversionRequest, *, progress: Progress | None = None) -> ConversionSummary:
-    """Write <output_dir>/<tp_size>-gpu unless it is already complete.
+    """Write the output folder, such as <output_dir>/<tp_size>-gpu, unless it is already complete.
 
-    An interrupted run of the same request is continued. The folder appears by one rename once
-    every file is on disk. `progress` is called with (bytes done, bytes in total), one call at a
-    time, from any thread.
+    An interrupted run of the same request is resumed. The folder appears by one rename after every
+    file is on disk. `progress` is called with (bytes done, bytes in total), one call at a time,
+    from any thread.
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
-        ValueError: The request is wrong, the output folder is taken, or the disk is too small.
+        ValueError: The request is wrong, the folder holds something else, or the disk is too small.
         OSError: A file cannot be written.
     """
     started = time.monotonic()
@@ -127,7 +127,7 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
     paths = WorkPaths(request.folder)
     with folder_lock(paths.lock, f"another conversion is writing {paths.final}") as is_held:
         recover(paths)
-        shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
+        shutil.rmtree(paths.scratch, ignore_errors=True)  # left by a killed run
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
@@ -155,8 +155,8 @@ def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> Con
     return with_tokenizer(in_fp8(plan, folder) if request.fp8 else folder)
 
 
-# Choices that decide the contents of a folder, next to its sources.
-_DECIDING = (
+# Fields of the request that, with the sources, determine the contents of the folder.
+_IDENTITY_FIELDS = (
     "tp_size", "max_shard_bytes", "weight_data_type", "checkpoint_name", "megatron_model",
     "model_type", "fp8", "keep_fp8", "vocabulary", "ia3_in_place", "given", "allow",
     "allow_setting",
@@ -164,8 +164,8 @@ _DECIDING = (
 
 
 def _identity(request: ConversionRequest) -> str:
-    """Return a digest of everything that decides the folder's contents."""
-    choices = {name: getattr(request, name) for name in _DECIDING}
+    """Return a digest of everything that determines the folder's contents."""
+    choices = {name: getattr(request, name) for name in _IDENTITY_FIELDS}
     if request.has_shards:
         del choices["max_shard_bytes"]
     if request.checkpoint_name == LATEST:
@@ -250,8 +250,8 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             "origin": reader.origin or plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(request.checkpoint_path, settings=request.model_config),
-            # A Hugging Face folder that is made of shards has them again.
-            **({"settings": kept_settings(plan)} if request.has_shards else {}),
+            # A Hugging Face folder that is made from the shards gets these settings again.
+            **({"settings": inherited_settings(plan)} if request.has_shards else {}),
         },
         "lora": [
             {"path": str(path.absolute()), "fingerprint": _source_print(path)}
@@ -302,9 +302,9 @@ def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> 
 def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     """Return every difference between a converted folder and its description.
 
-    Of an FT folder as `validate_directory`; of others: names, shapes and sizes against the
-    configuration, and files against the manifest; of an adapter: the latter, and settings that
-    would not be read.
+    An FT folder is checked by `validate_directory`; any other folder by its manifest, a model also
+    by its configuration (names, shapes and sizes), an adapter also for settings that would not be
+    read.
     """
     settings = folder / PEFT_CONFIG
     is_known = folder.is_dir() and (is_huggingface(folder) or is_megatron(folder))

@@ -1,12 +1,12 @@
 """The plan of a Hugging Face folder in FP8: the matrices of its layers are rounded to E4M3.
 
-A matrix is rounded from the source's own values, by blocks, rows or as a whole; values are the
-nearest of E4M3, ties to even, of the quotient by a scale in fp32, the largest magnitude by 448. A
-scale of zeros is 1.
+A matrix is rounded from the source's values, by block, by row or as a whole. Its scale, in fp32, is
+the largest magnitude divided by 448 (1 if all values are zero); a value is its quotient by the
+scale, rounded to the nearest value of E4M3, ties to even.
 
-Forms: by block as DeepSeek-V3 and transformers, integrations/finegrained_fp8.py; by row and as a
-whole as compressed-tensors' float-quantized (quantization/quant_config.py). vLLM 0.32 loads them,
-model_executor/layers/quantization/fp8.py and compressed_tensors/.
+Forms: blocks as in DeepSeek-V3 and transformers, integrations/finegrained_fp8.py; rows and whole
+matrices as in compressed-tensors' float-quantized (quantization/quant_config.py). vLLM 0.32 loads
+them, model_executor/layers/quantization/fp8.py and compressed_tensors/.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _BLOCK = (128, 128)
-# The divisor of a matrix's sizes: transformers widens whole blocks alone, vLLM joins them, and
-# kernels of FP8 take 16 values at once.
+# A matrix's sizes must be multiples of these: transformers widens only whole blocks, vLLM joins
+# them, and FP8 kernels read 16 values at once.
 _UNITS = {"block": 128, "channel": 16, "tensor": 16}
-_NEW = "in FP8: "
+_NEW = "in FP8: "  # prefix of the keys of new tensors
 _WEIGHT = ".weight"
-# Matrices that servers keep wide: of routers, and of the gate of a shared expert.
+# Matrices that servers do not load in FP8: routers, and the gate of a shared expert.
 _WIDE = (".mlp.router.", ".mlp.shared.gate.")
-# transformers' class of a family of decoders, and those that have other matrices than nn.Linear, or
-# matrices of parts that servers cut apart.
+# The end of the name of transformers' decoder classes, and the types of models whose matrices are
+# not nn.Linear, or are parts that servers split.
 _DECODER, _OTHER_MATRICES = "ForCausalLM", ("gpt2", "gpt_oss", "nemotron_h")
 
 
 @dataclass
 class _Matrix:
-    """A matrix (out, in) of the folder, and how it is rounded."""
+    """A matrix (out, in) of the folder, to be rounded."""
 
     source: ConversionPlan
     tensor: WrittenTensor
     form: str
-    _scales: Array | None = field(default=None, init=False)  # known once the values are
+    _scales: Array | None = field(default=None, init=False)  # computed with the values
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of the values that have a scale together."""
+        """Rows and columns of the values that share a scale."""
         rows, columns = self.tensor.shape
         return {"block": _BLOCK, "channel": (1, columns), "tensor": (rows, columns)}[self.form]
 
     def pieces(self) -> Iterator[tuple[str, Piece, str]]:
-        """Yield names, values and types of what is stored."""
+        """Yield (name, values, type) of each tensor to store."""
         rows, columns = self.tensor.shape
         height, width = self.block
         grid = (-(-rows // height), -(-columns // width))
@@ -85,7 +85,7 @@ class _Matrix:
         return values
 
     def _scale(self, maps: FileMaps) -> Array:
-        if self._scales is None:  # another file's worker is before the one of the values
+        if self._scales is None:  # they are in another file, whose worker came first
             self._rounded(maps)
         assert self._scales is not None
         return self._scales
@@ -109,10 +109,10 @@ class _Matrix:
 
 
 def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
-    """Return the plan of a folder in FP8, of the planned source and its Hugging Face folder.
+    """Return the plan of a folder in FP8, from the plans of the source and of the unrounded folder.
 
     Raises:
-        CheckpointMismatchError: No library has such a model in FP8.
+        CheckpointMismatchError: No server loads this model in FP8.
     """
     form = folder.request.fp8
     assert form is not None
@@ -126,16 +126,16 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
             ]
         )
     written = [tensor for (file,) in folder.files for tensor in file.tensors]
-    # Servers join matrices of the same inputs, which then have to be alike.
+    # Servers join matrices of the same inputs: all of them must be in FP8, or none.
     unit = _UNITS[form]
-    odd = {_joined(t) for t in written if _is_of_layer(t) and any(n % unit for n in t.shape)}
+    odd = {_join_key(t) for t in written if _is_layer_matrix(t) and any(n % unit for n in t.shape)}
     new: dict[str, tuple[Piece, ...]] = {}
     tensors: list[WrittenTensor] = []
     wide = [] if any(each.key.startswith("lm_head.") for each in written) else ["lm_head"]
     for tensor in written:
-        if _is_of_layer(tensor) and _joined(tensor) not in odd:
+        if _is_layer_matrix(tensor) and _join_key(tensor) not in odd:
             for key, piece, kind in _Matrix(source, tensor, form).pieces():
-                name = f"{_NEW}{key}"  # a source may have the tensor's own
+                name = f"{_NEW}{key}"  # the source may have a tensor of this key
                 new[name] = (piece,)
                 copy = copied_tensor(name, piece.shape)
                 tensors.append(dataclasses.replace(copy, key=key, data_type=kind))
@@ -143,20 +143,20 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
         tensors.append(tensor)
         is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
         wide += [tensor.key.removesuffix(_WEIGHT)] if is_matrix else []
-    left = [each.key for each in written if _is_of_layer(each) and _joined(each) in odd]
-    why = f"sizes that {unit} does not divide have no form in FP8 that every library loads"
+    left = [each.key for each in written if _is_layer_matrix(each) and _join_key(each) in odd]
+    reason = f"sizes that {unit} does not divide have no form in FP8 that every library loads"
     if not new:
         refuse(
             [
-                f"{source.facts.reader.path}: nothing is left to round: {why}; leave "
-                f"{folder.request.names['fp8']} out, or take channel, which wants multiples of "
+                f"{source.facts.reader.path}: no matrix can be rounded: {reason}; leave "
+                f"{folder.request.names['fp8']} out, or use channel, which needs multiples of "
                 f"{_UNITS['channel']}"
             ]
         )
     config[QUANTIZATION] = _settings(form, wide)
     facts = source.facts
     reader = dataclasses.replace(facts.reader, tensors={**facts.reader.tensors, **new})
-    remarks = [f"{first_names(left)}: not in FP8: {why}"] if left else []
+    remarks = [f"{first_names(left)}: not in FP8: {reason}"] if left else []
     plan = dataclasses.replace(
         folder,
         remarks=(*folder.remarks, *remarks),
@@ -166,20 +166,20 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
     return with_weights(plan, tensors)
 
 
-def _is_of_layer(tensor: WrittenTensor) -> bool:
-    """Return whether a tensor is a matrix of a layer that servers take in FP8."""
+def _is_layer_matrix(tensor: WrittenTensor) -> bool:
+    """Return whether a tensor is a matrix of a layer that servers load in FP8."""
     item = tensor.items[0]
     is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
     return is_matrix and bool(item.index) and not any(each in item.tensor.name for each in _WIDE)
 
 
-def _joined(tensor: WrittenTensor) -> tuple[str, int]:
-    """Return what matrices have in common that a server may join."""
+def _join_key(tensor: WrittenTensor) -> tuple[str, int]:
+    """Return (module, inputs), which are the same for matrices that a server may join."""
     return tensor.key.removesuffix(_WEIGHT).rpartition(".")[0], tensor.shape[1]
 
 
 def _settings(form: str, wide: list[str]) -> Fields:
-    """Return what config.json states; `wide` are the modules of which it is not true."""
+    """Return the quantization_config of config.json; `wide` are the modules not in FP8."""
     if form == "block":
         return {
             "quant_method": "fp8",

@@ -1,4 +1,4 @@
-"""An FT folder as a source: the files of its ranks are the pieces of each tensor."""
+"""An FT folder as a source: the files of its ranks are the pieces of its tensors."""
 
 import dataclasses
 import fnmatch
@@ -27,27 +27,29 @@ from foundations.files.json_content import Fields
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
-    "static int8 weights and their scales are left out: the weights they were made of are written"
+    "static int8 weights and their scales are left out: the original weights are written"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FTFolder(CheckpointReader):
-    """The tensors of a folder."""
+    """The index of an FT folder."""
 
-    mapping: SourceMapping  # to its own layout, for other ranks and another type
+    mapping: SourceMapping  # to the folder's own layout, for other ranks or another type
 
 
 def is_ft_folder(path: Path) -> bool:
-    """Return whether a path is a folder of shards."""
+    """Return whether a path is an FT folder."""
     return (path / CONFIG_NAME).is_file()
 
 
 def open_ft_folder(path: Path) -> FTFolder:
-    """Return the index of a folder; sizes are checked now, checksums of its manifest when read.
+    """Return the index of an FT folder.
+
+    Sizes are checked now, the manifest's checksums when the tensors are read.
 
     Raises:
-        CheckpointMismatchError: The folder is not what its config.ini describes.
+        CheckpointMismatchError: The folder differs from its config.ini.
     """
     family, config, stored = open_directory(path)
     manifest = read_manifest(path)
@@ -97,7 +99,7 @@ def _pieces(
 def _widened(
     values: tuple[StoredTensor, ...], scales: tuple[StoredTensor, ...], config: FTConfig
 ) -> tuple[ComputedPiece, ...]:
-    """Return the fp32 pieces (in, out) of a matrix in FP8, whose scales may be those of all."""
+    """Return the fp32 pieces (in, out) of a matrix in FP8; all of them may share the scales."""
     group = getattr(config, "fp8_group_size", None)
 
     def piece(value: StoredTensor, scale: StoredTensor) -> ComputedPiece:
@@ -118,17 +120,17 @@ def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
     has_fp8 = getattr(stored, "fp8_group_size", None) is not None
 
     def config(facts: Facts) -> FTConfig:
-        asked: Fields = {
+        requested: Fields = {
             "tensor_para_size": facts.tp_size,
             "weight_data_type": facts.weight_data_type,
             **({"int8": None} if has_int8 else {}),
             **({"fp8_group_size": None} if has_fp8 else {}),
         }
-        return dataclasses.replace(stored, **asked)
+        return dataclasses.replace(stored, **requested)
 
     def weights(facts: Facts, _: FTConfig) -> Sources:
         table: Sources = {spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout}
-        return {**table, **family.whole(stored, facts.keys())}
+        return {**table, **family.rank_dependent(stored, facts.keys())}
 
     return SourceMapping(
         name="fastertransformer",

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub that this machine has: an id stands for its cached folder.
+"""Models of the Hugging Face hub in this machine's cache, by their IDs; nothing is downloaded.
 
-Layout of the cache: huggingface_hub, docs "Understand caching"; its variables as huggingface_hub
-reads them. Nothing is downloaded here.
+Layout of the cache: huggingface_hub, docs "Understand caching". Its environment variables are read
+as huggingface_hub reads them.
 """
 
 import os
@@ -22,9 +22,9 @@ def hub_cache() -> Path:
 
 
 def hub_id(path: Path) -> str | None:
-    """Return the id that was given in place of a path, such as facebook/opt-125m.
+    """Return the ID, such as facebook/opt-125m, that the user gave as a path.
 
-    None where the path exists, or lies elsewhere than right below the working directory.
+    None if the path exists, or cannot be an ID relative to the working directory.
     """
     if path.exists():
         return None
@@ -37,19 +37,19 @@ def hub_id(path: Path) -> str | None:
 
 
 def cached_model(path: Path) -> Path:
-    """Return the cached folder of the hub's model that `path` names; any other path unchanged."""
+    """Return the cached folder of the model whose ID `path` is; any other path unchanged."""
     if (name := hub_id(path)) is None:
         return path
     root = hub_cache() / f"models--{name.replace('/', '--')}"
     if not root.is_dir():
         return path
-    from export_scripts.checkpoints.huggingface import snapshot_folder  # and all readers
+    from export_scripts.checkpoints.huggingface import snapshot_folder  # imports all readers
 
     return snapshot_folder(root)
 
 
 def hub_advice(path: Path) -> str:
-    """Return how to get a model of the hub that is not here; empty where no id was meant."""
+    """Return how to get the model whose ID `path` may be; empty if it cannot be one."""
     if (name := hub_id(path)) is None:
         return ""
     return (

@@ -1,8 +1,8 @@
-"""The plan of a Hugging Face folder: whatever the source, by the inverse of its family's mapping.
+"""The plan of a Hugging Face folder from any source, by the inverse of a Hugging Face mapping.
 
-The source becomes tensors of the family as for a folder of one rank. A candidate configuration of
-each Hugging Face mapping of the family is read back by that mapping: the first that describes
-the same architecture and the same tensors holds, and what none can express is thereby named.
+The source is planned as an FT folder of one rank. Each Hugging Face mapping of the family proposes
+configurations, and reads them back: the first that describes the same architecture and the same
+tensors is written. If there is none, the differences say what Hugging Face cannot express.
 """
 
 import dataclasses
@@ -38,42 +38,42 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _TARGET = "Hugging Face"
-# safetensors' names of the types written.
+# safetensors' names of types.
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp8": "F8_E4M3"}
 _HEADS = ("model.lm_head.weight", "lm_head.weight")
 _EMBEDDINGS = ("model.wte", "shared.weight_T")
-# Keys of a source's config.json that do not hold for the new folder.
+# Keys of a source's config.json that are wrong for the new folder.
 _NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "quantization_config", "transformers_version")
-# Those that are the new folder's in any case. A tied head is a matter of values, and in a T5 of
-# transformers 4 of scaling; an OPT's narrow embedding is written in its full width.
+# Keys whose new values always win. Whether a head is tied depends on values (in transformers 4, a
+# T5's scaling depends on it); an OPT's narrow embedding is written in its full width.
 _NEW = ("architectures", "tie_word_embeddings", "torch_dtype", "word_embed_proj_dim")
-# Fields of an architecture that decide where a head is stored, not what it computes; and one of
-# tasks, which are left out.
-_OF_A_HEAD = ("untied_head", "ia3_num_tasks")
+# Fields of an architecture that may differ: where the head is stored, and the number of tasks,
+# which are left out.
+_MAY_DIFFER = ("untied_head", "ia3_num_tasks")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Spellings of the longest sequence in sources whose family's config does not record it.
+# Keys of the longest sequence in sources whose family's config does not record it.
 _POSITIONS = ("max-position-embeddings", "seq-length", "seq")
 _LONGEST = "max_position_embeddings"
 _USUAL_POSITIONS = 2048
 _IA3 = ".ia3.weight"
-# Names in rope_parameters -> those next to it before transformers 5.
+# Keys in rope_parameters -> top-level keys before transformers 5.
 _OLDER_ROTARY = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
 }
-# Models of which transformers 4 does not compute every rotary scaling, and what it does with it.
+# Models whose rotary scaling transformers 4 does not always compute -> what it does instead.
 _NOT_IN_4 = {"nemotron": "ignores", "olmo2": "refuses", "phi3": "refuses"}
 
 
 def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
-    """Return the plan of the Hugging Face folder that a planned source becomes.
+    """Return the plan of a Hugging Face folder from the plan of its source.
 
     The tokenizer's files are the source's, which `with_tokenizer` replaces.
 
     Raises:
-        CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
+        CheckpointMismatchError: Hugging Face has no equal model; every reason is listed.
     """
-    mapping, config, tensors = chosen_form(source, _TARGET, _configurations)
+    mapping, config, tensors = choose_candidate(source, _TARGET, _configurations)
     tensors += carried_tensors(source, mapping)
     files, remarks = _other_files(source, mapping, config)
     plan = dataclasses.replace(source, extra_files=files, remarks=(*source.remarks, *remarks))
@@ -81,7 +81,7 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
 
 
 def with_weights(plan: ConversionPlan, tensors: Sequence[WrittenTensor]) -> ConversionPlan:
-    """Return a plan with the files of its folder's weights."""
+    """Return the plan of a folder with these tensors, in shards with an index if need be."""
     shards = _shards(tensors, plan.config.weight_data_type, plan.request.max_shard_bytes)
     index = {}
     if len(shards) > 1:
@@ -95,7 +95,7 @@ def with_weights(plan: ConversionPlan, tensors: Sequence[WrittenTensor]) -> Conv
 
 
 def _tuning_reasons(source: ConversionPlan, target: str) -> list[str]:
-    """Return what was tuned on top of a model, which a target cannot hold, and is not passed."""
+    """Return a problem for each prompt table and IA3 task, unless the user allows to omit it."""
     names = [f"prompt:{task.task_name}" for task in source.config.tasks]
     names += [f"ia3:{number}" for number in range(getattr(source.config, "ia3_num_tasks", 0))]
     return [
@@ -106,30 +106,30 @@ def _tuning_reasons(source: ConversionPlan, target: str) -> list[str]:
     ]
 
 
-# Mappings with configurations to try, and whether each is the source's own.
+# (mapping, configuration to try, whether it is the source's own)
 Candidates = Sequence[tuple[SourceMapping, Fields, bool]]
 
 
-def chosen_form(
+def choose_candidate(
     source: ConversionPlan, target: str, candidates: Callable[[ConversionPlan, bool], Candidates]
 ) -> tuple[SourceMapping, Fields, tuple[WrittenTensor, ...]]:
-    """Return the first configuration that holds, after its mapping and before its tensors.
+    """Return the mapping, configuration and tensors of the first candidate that fits a source.
 
-    `candidates` are asked with whether the head is the embedding.
+    `candidates` takes the source, and whether its head is tied to the embedding.
 
     Raises:
-        CheckpointMismatchError: None holds; the reasons of the nearest are listed.
+        CheckpointMismatchError: None fits; the reasons against the nearest are listed.
     """
     refuse(_tuning_reasons(source, target))
     tried: list[tuple[bool, str, list[str]]] = []
     is_tied = has_tied_head(source)
     for mapping, config, is_own in candidates(source, is_tied):
-        tensors, reasons, is_read = _tried(source, mapping, config, is_tied, is_own=is_own)
+        tensors, reasons, is_read = _try(source, mapping, config, is_tied, is_own=is_own)
         if not reasons:
             return mapping, config, tensors
         if not is_own:
             tried.append((not is_read, config.get("model_type", "decoder"), reasons))
-    # The nearest one's; the others differ in as much, or in what no setting says.
+    # The nearest candidate was read back, with the fewest differences.
     _, kind, reasons = min(tried, key=lambda each: (each[0], len(each[2])))
     path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
     is_last = target != _TARGET or not has_shards
@@ -142,8 +142,8 @@ def chosen_form(
     )
 
 
-def kept_settings(plan: ConversionPlan) -> Table:
-    """Return the settings that a new folder has of its source's config.json, or of one before."""
+def inherited_settings(plan: ConversionPlan) -> Table:
+    """Return the settings of the source's config.json, or of its origin's, for the new folder."""
     reader = plan.facts.reader
     own = reader.settings or reader.config
     if reader.settings or reader.format in ("huggingface", FT_FORMAT):
@@ -153,7 +153,7 @@ def kept_settings(plan: ConversionPlan) -> Table:
 
 
 def written_mappings(source: ConversionPlan, form: str) -> list[SourceMapping]:
-    """Return the mappings by which a source's family is written in a format."""
+    """Return the mappings that write a source's family in a format."""
     return [
         mapping
         for mapping in SOURCE_MAPPINGS
@@ -162,14 +162,13 @@ def written_mappings(source: ConversionPlan, form: str) -> list[SourceMapping]:
 
 
 def _configurations(source: ConversionPlan, is_tied: bool) -> Candidates:
-    """Return every configuration to try, after its mapping and before whether it is the source's.
+    """Return every configuration to try.
 
-    The source's own comes first, as it is but for settings that it leaves open: releases of
-    transformers differ in defaults and spellings. Next comes one with only the source's settings
-    that have no effect on what is computed here, then one without any: a manifest can hold those
-    of another model.
+    The first is the source's own, completed by the settings that it leaves to defaults, as releases
+    of transformers differ in defaults and spellings. Next comes a new one with the source's other
+    settings added, then a new one alone: a manifest can hold the settings of another model.
     """
-    reader, every = source.facts.reader, kept_settings(source)
+    reader, inherited = source.facts.reader, inherited_settings(source)
     origin = reader.origin or source.mapping.name
     found = []
     for mapping in written_mappings(source, "huggingface"):
@@ -181,12 +180,11 @@ def _configurations(source: ConversionPlan, is_tied: bool) -> Candidates:
                 if value is not None or key in mapping.nulls
             }
             whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
-            is_kind = mapping.name == origin and every.get("model_type") == whole["model_type"]
-            if is_kind:
-                kept = _without_obstacles(source, mapping, every)
+            if mapping.name == origin and inherited.get("model_type") == whole["model_type"]:
+                kept = _without_obstacles(source, mapping, inherited)
                 new = {key: whole[key] for key in _NEW if key in whole}
                 found.append((0, mapping, {**whole, **_older_spelling(kept, whole), **kept, **new}))
-                # Its meaning stands in the older spelling, which both releases read.
+                # `whole` has it in the older spelling, which both releases read.
                 kept.pop("rope_parameters", None)
                 found.append((1, mapping, {**kept, **whole}))
             found.append((1 if mapping.name == origin else 2, mapping, whole))
@@ -195,7 +193,7 @@ def _configurations(source: ConversionPlan, is_tied: bool) -> Candidates:
 
 
 def _without_obstacles(source: ConversionPlan, mapping: SourceMapping, kept: Table) -> Fields:
-    """Return settings without those that may change what is computed, unless they are passed."""
+    """Return settings without those that may change what is computed, unless allowed."""
     reader = CheckpointReader("huggingface", source.request.folder, kept, {}, ())
     found = mapping.obstacles(Facts(reader, 1, source.config.weight_data_type))
     allows = source.request.allows_setting
@@ -203,7 +201,7 @@ def _without_obstacles(source: ConversionPlan, mapping: SourceMapping, kept: Tab
 
 
 def _older_spelling(kept: Table, whole: Table) -> Fields:
-    """Return the numbers in a config.json's rope_parameters by the names before transformers 5."""
+    """Return the numbers of a config.json's rope_parameters by their keys before transformers 5."""
     rotary = kept.get("rope_parameters")
     if not isinstance(rotary, Mapping):
         return {}
@@ -216,7 +214,7 @@ def _older_spelling(kept: Table, whole: Table) -> Fields:
 
 
 def has_tied_head(source: ConversionPlan) -> bool:
-    """Return whether the head has the values of the embedding."""
+    """Return whether the head has the embedding's values, or is missing."""
     items = {item.tensor.name: item for item in source.tensors}
     head, embedding = (
         next((items[name] for name in names if name in items), None)
@@ -230,15 +228,15 @@ def has_tied_head(source: ConversionPlan) -> bool:
     return keys[0] == keys[1] or source.facts.same_values(*keys)
 
 
-def _tried(
+def _try(
     source: ConversionPlan, mapping: SourceMapping, config: Fields, is_tied: bool, *, is_own: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str], bool]:
-    """Return a configuration's tensors, where it is another model, and whether it can be read.
+    """Return a candidate's tensors, the reasons against it, and whether it could be read back.
 
-    The source's own has to read back as the same in every field.
+    The source's own configuration must be the same in every field, others in the architecture.
     """
     folder, kind = source.request.folder, source.config.weight_data_type
-    # Weights are named as in a folder that states its configuration and holds no tensor.
+    # Stands for a folder with the candidate's configuration; its tensors follow.
     empty = CheckpointReader(mapping.format, folder, config, {}, (), is_distributed=True)
     tokens = {name: str(getattr(source.config, name, 0)) for name in ("start_id", "end_id")}
     facts = Facts(
@@ -249,7 +247,7 @@ def _tried(
         prefix=mapping.prefix,
         tokenizer=source.facts.tokenizer,
     )
-    tensors, reasons, homeless = written_views(source, mapping, facts, is_tied)
+    tensors, reasons, unplaced = written_views(source, mapping, facts, is_tied)
     pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
@@ -262,10 +260,10 @@ def _tried(
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in differing_fields(mine, theirs).items()
-        if name not in (FREE if is_own else _OF_A_HEAD)
+        if name not in (FREE if is_own else _MAY_DIFFER)
     ]
-    if homeless and not reasons:
-        reasons = [f"it has no tensor for {', '.join(homeless)}"]
+    if unplaced and not reasons:
+        reasons = [f"it has no tensor for {', '.join(unplaced)}"]
     if not reasons:
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
@@ -275,29 +273,29 @@ def _tried(
 def written_views(
     source: ConversionPlan, mapping: SourceMapping, facts: Facts, is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
-    """Return the tensors as the mapping names them, reasons against it, and names without one."""
+    """Return a mapping's tensors, reasons against it, and the family's tensors without a place."""
     table = mapping.sources(facts, source.config)
-    # Tensors carried along keep their names, before which transformers' prefix may lack.
+    # If tensors are copied, all keep the source's names, which may lack transformers' prefix.
     own = source.facts if mapping is source.mapping and mapping.carried else None
     written: dict[str, dict[tuple[int, int], tuple[TensorPlan, View]]] = {}
-    homeless: dict[str, None] = {}
+    unplaced: dict[str, None] = {}
     entries: dict[str, int] = {}
     reasons = []
     for (spec, index, tensor), item in zip(
         mapping.family.expand(source.config), source.tensors, strict=True
     ):
         assert tensor == item.tensor
-        if spec.name == PROMPT_TABLE or spec.name.endswith(_IA3):  # which is left out
+        if spec.name == PROMPT_TABLE or spec.name.endswith(_IA3):  # left out
             continue
         origin = table.get(spec.name)
         views = origin.views(tensor.shape, source.config) if origin else []
         if not views and not isinstance(origin, Compute):
-            homeless[spec.name] = None
+            unplaced[spec.name] = None
         for pattern, view in views:
             key, _, entry = pattern.format(**index).partition(ENTRY)
             key = (own.resolve(key) or key) if own else key
             place = int(entry or 0), view.place
-            if entry:  # One of those that follow each other in a tensor.
+            if entry:  # one of a tensor's entries along its first axis
                 view = dataclasses.replace(view, shape=(1, *view.shape))
                 entries[key] = int(entry) + 1
             pieces = written.setdefault(key, {})
@@ -309,11 +307,11 @@ def written_views(
         for key, pieces in written.items()
         for parts in [[pieces[place] for place in sorted(pieces)]]
     )
-    return tuple(tensors), reasons, tuple(homeless)
+    return tuple(tensors), reasons, tuple(unplaced)
 
 
 def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[WrittenTensor, ...]:
-    """Return the tensors that belong to the model and not to the family's layout."""
+    """Return the model's tensors outside of the family's layout, which are copied."""
     patterns = mapping.carried
     if not patterns:
         return ()
@@ -322,9 +320,9 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
         if source.request.allows(absent):
             return ()
         raise CheckpointMismatchError(
-            f"{source.facts.reader.path} has the layers of a {mapping.family.name} alone, "
-            f"without its {absent}: convert the original checkpoint, or write the layers without "
-            f"the rest (--allow {absent})"
+            f"{source.facts.reader.path} has only the layers of a {mapping.family.name}, without "
+            f"its {absent}: convert the original checkpoint, or write the layers without the rest "
+            f"(--allow {absent})"
         )
     facts = source.facts
     return tuple(
@@ -337,7 +335,7 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
 
 
 def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
-    """Return a tensor that is written as the source has it."""
+    """Return the plan of a tensor that is copied from the source."""
     source = Copy(key) if shape else Flat(key)
     return WrittenTensor(key, ((TensorPlan(FTTensor(key, shape), source, {}), same(shape)),))
 
@@ -345,7 +343,7 @@ def copied_tensor(key: str, shape: Shape) -> WrittenTensor:
 def grouped(
     tensors: Sequence[WrittenTensor], kind: str, max_bytes: int
 ) -> list[list[WrittenTensor]]:
-    """Return the tensors of each file; one that is larger than a file has its own."""
+    """Return the tensors of each file; a tensor larger than `max_bytes` gets a file alone."""
     groups: list[list[WrittenTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -369,7 +367,7 @@ def _shards(
 
 
 def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
-    """Return a file: 8 bytes with the length of a JSON table, the table, the tensors.
+    """Return the plan of a safetensors file: the length of a JSON table (8 bytes), it, the tensors.
 
     The widest types come first: readers need each value at a multiple of its size.
     """
@@ -397,8 +395,8 @@ def _other_files(
     remarks = []
     key = mapping.positions
     if key is not None and key not in config:
-        kept = kept_settings(source)
-        config[key] = kept.get(key, kept.get(_LONGEST))
+        inherited = inherited_settings(source)
+        config[key] = inherited.get(key, inherited.get(_LONGEST))
         if not isinstance(config[key], int):
             config[key] = _USUAL_POSITIONS
             remarks.append(
@@ -406,7 +404,7 @@ def _other_files(
                 f"{_USUAL_POSITIONS}; change it there if the model was trained for another"
             )
     scaling, kind = config.get("rope_scaling") or {}, config["model_type"]
-    # The short form of the others is what it reads.
+    # transformers 4 reads the short form (`type`) of the other models.
     if kind in _NOT_IN_4 and scaling and (kind == "nemotron" or "rope_type" in scaling):
         remarks.append(
             f"transformers 4 {_NOT_IN_4[kind]} the rope_scaling of this {kind}: load the folder "

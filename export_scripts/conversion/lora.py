@@ -1,9 +1,9 @@
-"""LoRA adapters, added to their model's weights while a checkpoint is read.
+"""LoRA adapters, merged into their model's weights while a checkpoint is read.
 
-A merged tensor is one more kind of piece: the readers, mappings and writers on either side of it
-do not know of adapters; `conversion/peft.py` follows the pieces to write an adapter apart. Sums are
-made in fp32, as PEFT's `merge_and_unload` makes them for a model in fp32 (peft,
-tuners/lora/layer.py), and rounded once, to the type on disk.
+A merged tensor is another kind of piece: readers, mappings and writers need not know adapters;
+`conversion/peft.py` follows the pieces to write an adapter separately. Sums are computed in fp32,
+as PEFT's `merge_and_unload` does for a model in fp32 (peft, tuners/lora/layer.py), and rounded
+once, to the type on disk.
 
 Adapters come from PEFT, NeMo 1, NeMo 2 and Megatron Bridge. Layout: huggingface/peft,
 peft/utils/save_and_load.py; NVIDIA/NeMo 1.x,
@@ -47,33 +47,33 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# In gated layers, the rows of each training rank are a part of the gate and a part of the other
-# half; the name of the matrix that follows shows whether a layer is gated.
+# In gated layers, a training rank's rows are a part of the gate and a part of the other half. The
+# size of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 
-# Also, of verl, the scale alone.
+# Files that state an adapter's scale; the last is verl's.
 _PEFT_SCALES = (PEFT_CONFIG, f"lora_adapter/{PEFT_CONFIG}", "lora_train_meta.json")
 _PEFT_ROOT = "base_model.model."
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-# Initial values that leave the model's own weights as they are.
-_PEFT_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+# Values of init_lora_weights that do not change the model's own weights.
+_PEFT_INITS = (True, False, "gaussian", "eva", "orthogonal")
 _PEFT_FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB]|magnitude_vector)"
     r"(?:\.default)?(?:\.weight)?$"
 )
-# With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
+# For tables of tokens that are trained, PEFT saves the original, and the trained one twice.
 _PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
 _PEFT_KEPT = re.compile(r"\.(?:base_layer|original_module)\.")
 _PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-# A pattern of an adapter is a regular expression; one with many choices could take for ever.
+# Limits of an adapter's patterns: they are regular expressions, which could backtrack for ever.
 _MOST_PATTERN, _MOST_REPEATED, _MOST_GROUPS = 200, 2, 4
 _MODULE = r"(.*\.)?({})$"
 # GPT-2's linear layers, which store their matrices as (in, out).
 _CONV1D = re.compile(r"\.(?:c_attn|c_proj|c_fc|q_attn)$")
 
-# NeMo 1's names of adapters -> their layers, in megatron-core's names and in those before, and
-# the axis on which training ranks cut the first factor.
+# NeMo 1's names of adapters -> (their layers, in megatron-core's names and older ones; the axis on
+# which training ranks cut the first factor).
 _NEMO_LAYERS = {
     "lora_kqv_adapter": (("linear_qkv", "query_key_value"), 0),
     "lora_dense_attention_adapter": (("linear_proj", "dense"), 1),
@@ -93,13 +93,13 @@ _CORE_FACTOR = re.compile(
 )
 _GROUPED_EXPERTS = re.compile(r"(?<=\.mlp\.experts)\.linear_fc[12]\.weight$")
 _CORE_KINDS = ("LoRA", "CanonicalLoRA")
-_CORE_ALPHA = 32  # of NeMo 2, which saves only what a user set
-# A setting by which a user states how Megatron Bridge was to add adapters of single projections.
+_CORE_ALPHA = 32  # NeMo 2's default; it saves only what the user set
+# The user allows this name to state that adapters of single projections are of Bridge >= 0.3.0.
 CANONICAL = "canonical_lora"
 
 
 class RowBlocks(NamedTuple):
-    """Some rows of a matrix: in each of `groups` of `size` rows, those from `first` to `end`."""
+    """Some rows of a matrix: those from `first` to before `end`, in each of `groups` of `size`."""
 
     groups: int
     size: int
@@ -113,20 +113,20 @@ class Update:
 
     down: Pieces  # the first factor (r, in), in pieces along `down_axis`
     up: Pieces  # the second factor (out, r), in pieces along its rows
-    scale: float  # factor of the product
-    down_axis: int = 0  # axis along which training ranks cut the first factor
+    scale: float  # multiplies the product
+    down_axis: int = 0  # axis on which training ranks cut the first factor
     is_transposed: bool = False  # whether the matrix is stored as (in, out)
-    part: RowBlocks | None = None  # the rows, where they are not all
-    magnitude: Piece | None = None  # of DoRA: the length that each row of the sum gets (out,)
+    part: RowBlocks | None = None  # the updated rows; None for all
+    magnitude: Piece | None = None  # DoRA's norms of the rows of the sum (out,)
 
     @property
     def rank(self) -> int:
-        """Columns of the second factor."""
+        """The number of columns of the second factor."""
         return self.up[0].shape[1]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors of both factors."""
+        """The stored tensors of the factors and the magnitude."""
         pieces = (*self.down, *self.up, *filter(None, [self.magnitude]))
         return tuple(part for piece in pieces for part in piece.stored)
 
@@ -142,7 +142,7 @@ class Update:
         return whole
 
     def second_factor(self, maps: FileMaps, halves: int) -> Array:
-        """Return the whole second factor (out, r) in fp32, with the halves of a gate apart."""
+        """Return the whole second factor (out, r) in fp32, with each of `halves` contiguous."""
         import numpy as np
 
         from export_scripts.numeric.arrays import to_float32
@@ -154,21 +154,21 @@ class Update:
         return whole
 
 
-# The names that a tensor may have in its model, and its update, or what takes its place.
+# (names that a tensor may have in its model, its update or its new value)
 _Change = tuple[tuple[str, ...], Update | Pieces]
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """An adapter and what it changes; what takes a tensor's place comes before its update."""
+    """An adapter and its changes; a tensor's new value comes before its update."""
 
     path: Path
     changes: tuple[_Change, ...]
     files: tuple[Path, ...]
-    kept: object = None  # keeps files alive
+    reader: object = None  # keeps unpacked files alive
 
     def describe(self) -> str:
-        """Return a remark on what is merged."""
+        """Return a remark on the merged adapter."""
         updates = [change for _, change in self.changes if isinstance(change, Update)]
         ranks = sorted({update.rank for update in updates})
         replaced = len(self.changes) - len(updates)
@@ -181,20 +181,20 @@ class _Adapter:
 
 @dataclass(frozen=True)
 class Sum:
-    """Computes a training rank's piece of a matrix with its share of an update added, in fp32.
+    """A training rank's piece of a matrix plus its share of an update, computed in fp32.
 
-    The share is of the rows (axis 0), counted in each half of a gated matrix, or of the columns.
+    `share` selects rows (axis 0), of each half of a gated matrix, or columns (axis 1).
     """
 
     base: Piece
     update: Update
-    size: tuple[int, int]  # of the whole matrix
+    size: tuple[int, int]  # shape of the whole matrix
     axis: int
     share: slice
     halves: int
 
     def rows(self) -> Array:
-        """Return the row of the second factor for each row of the piece; -1 for none."""
+        """Return for each row of the piece the row of the second factor; -1: none."""
         import numpy as np
 
         rows = np.arange(self.size[0], dtype=np.int32)
@@ -208,7 +208,7 @@ class Sum:
         return found
 
     def columns(self) -> Array:
-        """Return the column of the first factor for each column of the piece."""
+        """Return for each column of the piece the column of the first factor."""
         import numpy as np
 
         columns: Array = np.arange(self.size[1], dtype=np.int32)
@@ -249,10 +249,10 @@ def with_adapters(
     scratch_dir: Path | None,
     is_passed: IsPassed = lambda _: False,
 ) -> CheckpointReader:
-    """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
+    """Return a checkpoint with adapters merged into it, in order; no values are read yet.
 
     Gzip archives are unpacked in `scratch_dir` while the reader is in use; `is_passed` says whether
-    the user passes a setting that would be refused.
+    the user allows a setting that would be refused.
 
     Raises:
         CheckpointMismatchError: An adapter cannot be merged; every reason is listed.
@@ -283,13 +283,13 @@ def with_adapters(
 
 
 def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> list[str]:
-    """Change a model's tensors as an adapter does; return the problems."""
+    """Apply an adapter's changes to a model's tensors; return the problems."""
     problems: list[str] = []
     unknown: list[str] = []
     done: set[tuple[str, type, RowBlocks | None]] = set()
     for names, change in adapter.changes:
         part = change.part if isinstance(change, Update) else None
-        key = _named(tensors, names)
+        key = _matching_key(tensors, names)
         if key is None:
             unknown.append(names[0])
             continue
@@ -305,7 +305,7 @@ def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> lis
             if [piece.shape for piece in old] != [piece.shape for piece in change]:
                 problems.append(
                     f"{adapter.path}: {key} is {_shapes(change)}, the model's is {_shapes(old)}; "
-                    "for a model that was given tokens, save it after resize_token_embeddings and "
+                    "if training added tokens, save the model after resize_token_embeddings and "
                     "convert that"
                 )
             tensors[key] = change
@@ -324,8 +324,8 @@ def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> lis
     return problems + _tied_problems(adapter, done, reader)
 
 
-def _named(keys: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the only key that has one of the names, or one with more or less before it."""
+def _matching_key(keys: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the key that is one of the names, or the only one that differs by a prefix."""
     for name in names:
         if name in keys:
             return name
@@ -342,17 +342,17 @@ def _shapes(pieces: Sequence[Piece]) -> str:
 def _tied_problems(
     adapter: _Adapter, changed: Iterable[tuple[str, type, object]], reader: CheckpointReader
 ) -> list[str]:
-    """Return a reason if an adapter changes one of a shared embedding and head alone.
+    """Return a problem if an adapter changes only one use of an embedding that is also the head.
 
-    PEFT trains it so, and merges it into both.
+    PEFT trains one and merges into both.
     """
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
     if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
     return [
-        f"{adapter.path} changes {key}, which the model uses as embedding and as head, and of "
-        "which training changed one: save the model with a head of its own (tie_word_embeddings = "
-        "false, lm_head.weight a copy of the embedding), and merge into that"
+        f"{adapter.path} changes {key}, which the model uses as embedding and as head, but "
+        "training changed only one of them: save the model with a separate head "
+        "(tie_word_embeddings = false, lm_head.weight a copy of the embedding), and merge into that"
         for key in sorted({key for key, *_ in changed})
         if key.endswith(TIED_TABLES)
     ]
@@ -395,7 +395,7 @@ def _with_update(key: str, tensors: Tensors, update: Update) -> Pieces | None:
 
 
 def _size(pieces: Sequence[Piece], axis: int, *, cut: bool) -> int | None:
-    """Return the size of pieces together on an axis; None if those that must agree do not."""
+    """Return the size of a tensor on an axis from its pieces; None if they differ."""
     sizes = [piece.shape[axis] for piece in pieces]
     if cut:
         return sum(sizes)
@@ -417,8 +417,8 @@ def _open_adapter(
     """Return an adapter of the model `base`: a folder of PEFT, or a checkpoint of a trainer.
 
     Raises:
-        CheckpointMismatchError: It is damaged, or changes a model in a way that cannot be merged.
-        ValueError: It is not an adapter.
+        CheckpointMismatchError: The adapter is damaged, or cannot be merged.
+        ValueError: The path is not an adapter.
     """
     if (path / PEFT_CONFIG).is_file():
         return _open_peft(path, base)
@@ -426,8 +426,8 @@ def _open_adapter(
     reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
     problems: list[str] = []
     alpha = _alpha(path, reader, problems)
-    # Names that a matrix may have, the axis on which training ranks cut its first factor, and the
-    # part of its rows -> the keys of its factors, by their sides.
+    # (names that a matrix may have, axis on which training ranks cut its first factor, part of its
+    # rows) -> side -> key of the factor.
     found: dict[tuple[tuple[str, ...], int, str | None], dict[str, str]] = {}
     unknown = []
     names: tuple[str, ...]
@@ -444,7 +444,7 @@ def _open_adapter(
     if unknown:
         problems.append(f"{path} holds {first_names(unknown)}, no factors of LoRA")
     named = {" ".join(filter(None, (names[0], part))): f for (names, _, part), f in found.items()}
-    problems += _lone(path, named, "in", "out")
+    problems += _incomplete(path, named, "in", "out")
     if not found and not problems:
         problems.append(f"{path} has no factors of LoRA; expected an adapter")
     refuse(listed(problems))
@@ -454,15 +454,15 @@ def _open_adapter(
         rank = up[0].shape[-1] if up[0].shape else 0
         scale = alpha / rank if rank else 0.0
         rows = sum(piece.shape[0] for piece in up if piece.shape)
-        taken = _part(part, rows, base, reader, is_passed, problems) if part else None
-        update = Update(down, up, scale, axis, part=taken)
-        changes += _of_experts(names, update) or [(names, update)]
+        blocks = _row_blocks(part, rows, base, reader, is_passed, problems) if part else None
+        update = Update(down, up, scale, axis, part=blocks)
+        changes += _expert_updates(names, update) or [(names, update)]
     refuse(listed(list(dict.fromkeys(problems))))
     return _Adapter(path, tuple(changes), reader.files, reader)
 
 
-def _of_experts(names: Sequence[str], update: Update) -> list[_Change]:
-    """Return the updates of each expert of a layer, whose factors Megatron Bridge has in one."""
+def _expert_updates(names: Sequence[str], update: Update) -> list[_Change]:
+    """Return an update for each expert if the factors are stacked, as Megatron Bridge does."""
     factors = (*update.down, *update.up)
     counts = {piece.shape[0] for piece in factors if len(piece.shape) == 3}
     is_whole = len(factors) == 2 and all(len(piece.shape) == 3 for piece in factors)
@@ -480,7 +480,7 @@ def _of_experts(names: Sequence[str], update: Update) -> list[_Change]:
     ]
 
 
-def _part(
+def _row_blocks(
     part: str,
     rows: int,
     base: CheckpointReader,
@@ -488,11 +488,11 @@ def _part(
     is_passed: IsPassed,
     problems: list[str],
 ) -> RowBlocks:
-    """Return the rows of a matrix for which an adapter of a part of it has `rows`.
+    """Return the rows of a matrix that an adapter of a part of it, with `rows`, updates.
 
-    NeMo 2 adds all queries, keys and values of a training rank one after the other to rows that
-    lie by groups of heads, and so did Megatron Bridge before 0.3.0 (its pull request 1818); NeMo
-    1 and newer releases of Bridge add each where it belongs.
+    The matrix's rows are grouped by heads. NeMo 2, and Megatron Bridge before 0.3.0 (its pull
+    request 1818), add all queries, then all keys and all values of a training rank to them in this
+    order; NeMo 1 and newer releases of Bridge add each to its own rows.
     """
     if part in ("gate", "up"):
         return RowBlocks(1, 2 * rows, *((0, rows) if part == "gate" else (rows, 2 * rows)))
@@ -505,31 +505,31 @@ def _part(
     counts: Mapping[str, int] = {"q": heads, "k": groups, "v": groups}
     if any(type(n) is not int or n < 1 for n in (heads, groups, ranks)) or rows % counts[part]:
         problems.append(
-            f"{adapter.path}: an adapter of {rows} rows of {part}, which do not fit {heads!r:.20} "
-            f"heads in {groups!r:.20} groups, of {base.path}, on {ranks!r:.20} ranks"
+            f"{adapter.path}: {rows} rows of an adapter of {part} do not fit {heads!r:.20} heads "
+            f"in {groups!r:.20} groups of {base.path} on {ranks!r:.20} ranks"
         )
         return RowBlocks(1, rows, 0, rows)
     if adapter.format == "bridge" and groups > 1 and not is_passed(CANONICAL):
         problems.append(
-            f"{adapter.path} adapts queries, keys and values apart, to whose rows Megatron Bridge "
-            "before 0.3.0 added them in another order; where a newer release has trained it, pass "
-            f"--allow-setting {CANONICAL}"
+            f"{adapter.path} has separate adapters of queries, keys and values, which Megatron "
+            "Bridge before 0.3.0 added to rows in another order; if a newer release trained it, "
+            f"pass --allow-setting {CANONICAL}"
         )
     blocks = ranks if adapter.format == "nemo2" else groups
-    size = rows // counts[part]  # of a head
+    size = rows // counts[part]  # rows per head
     ends = [0, *itertools.accumulate(size * counts[each] // blocks for each in "qkv")]
     number = "qkv".index(part)
     return RowBlocks(blocks, ends[-1], ends[number], ends[number + 1])
 
 
-def _lone(path: Path, factors: Mapping[str, Table], *sides: str) -> list[str]:
-    alone = [name for name, found in factors.items() if set(found) != set(sides)]
+def _incomplete(path: Path, factors: Mapping[str, Table], *sides: str) -> list[str]:
+    names = [name for name, found in factors.items() if set(found) != set(sides)]
     expected = ", ".join(sides)
-    return [f"{path}: {first_names(alone)}: expected each of {expected}"] if alone else []
+    return [f"{path}: {first_names(names)}: expected each of {expected}"] if names else []
 
 
 def _number(value: Any, what: str, problems: list[str]) -> float:
-    """Return a finite number, or 1.0 after noting a problem."""
+    """Return a finite number, or 1.0 after adding a problem."""
     if type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     problems.append(f"{what} = {value!r:.100} is not a number")
@@ -541,7 +541,7 @@ def _table(value: Any) -> Table:
 
 
 def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
-    """Return the scale of an adapter of NeMo or Megatron Bridge times its rank."""
+    """Return the alpha (scale times rank) of an adapter of NeMo or Megatron Bridge."""
     settings = _table(reader.config.get("peft"))
     if reader.format != "nemo":
         kind = str(settings.get("_target_") or "none").rpartition(".")[2]
@@ -553,7 +553,7 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
         problems.append(f"{path}: peft.peft_scheme = {scheme!r}; expected lora")
     if tuning.get("weight_tying"):
         problems.append(f"{path}: peft.lora_tuning.weight_tying = true is not supported")
-    # Without a scale of its own, an adapter's output is added as it is.
+    # Without alpha, the scale is 1.
     alpha = tuning.get("adapter_dim") if tuning.get("alpha") is None else tuning["alpha"]
     if alpha is None and not problems:
         problems.append(f"{path}: peft.lora_tuning states neither alpha nor adapter_dim")
@@ -572,12 +572,12 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
 
 
 def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
-    """Return a model that was saved as PEFT wraps it, with its adapter merged.
+    """Return a model that was saved in PEFT's wrapper, with its adapter merged.
 
-    Trainers save it so with all ranks' parts; how the adapter is scaled stands in a file near by.
+    Trainers save such models with all ranks' parts; a file nearby states the adapter's scale.
 
     Raises:
-        CheckpointMismatchError: The model is not there, or that file; or it cannot be merged.
+        CheckpointMismatchError: The model or that file is missing, or the adapter cannot be merged.
     """
     names = {key: key.removeprefix(_PEFT_ROOT) for key in reader.tensors}
     own = {key for key, name in names.items() if _PEFT_FACTOR.match(name)}
@@ -599,9 +599,8 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
     where = next((file for file in places if file.is_file()), None)
     if where is None:
         raise CheckpointMismatchError(
-            f"{reader.path} holds an adapter apart from the weights that it changes "
-            f"({first_names(sorted(own))}), and no {PEFT_CONFIG}, which states its scale: copy it "
-            f"into {folder}"
+            f"{reader.path} holds an adapter that is not merged ({first_names(sorted(own))}), but "
+            f"no {PEFT_CONFIG}, which states its scale: copy it into {folder}"
         )
     config = {"peft_type": "LORA", **json_file(where)}
     stored = {key: piece for key in own for piece in reader.tensors[key]}
@@ -617,7 +616,7 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
 def _peft_changes(
     config: Table, where: Path, stored: Mapping[str, Piece], base: CheckpointReader
 ) -> list[_Change]:
-    """Return what an adapter of PEFT changes, by its configuration and its tensors."""
+    """Return the changes of a PEFT adapter, from its configuration and its tensors."""
     refuse(listed(peft_problems(config, where)))
     problems: list[str] = []
     factors: dict[str, dict[str, Piece]] = {}
@@ -641,20 +640,20 @@ def _peft_changes(
         if (other := roles.setdefault(role, name)) != name:
             problems.append(f"{source}: {other} and {name} are two values of one tensor")
     sides = ("A", "B", *(["magnitude_vector"] if config.get("use_dora") else []))
-    problems += _lone(where.parent, factors, *sides)
+    problems += _incomplete(where.parent, factors, *sides)
     if not factors and not replaced:
-        problems.append(f"{source} holds nothing")
+        problems.append(f"{source} holds no tensors")
     changes: list[_Change] = [((name,), pieces) for name, pieces in replaced.items()]
-    conv1d = base.config.get("model_type") == "gpt2"
+    is_gpt2 = base.config.get("model_type") == "gpt2"
     for module, found in factors.items():
         if {"A", "B"} <= found.keys():
             scale = _peft_scale(config, module, found["B"], where, problems)
-            turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
+            is_conv1d = is_gpt2 and _CONV1D.search(module) is not None
             update = Update(
                 (found["A"],),
                 (found["B"],),
                 scale,
-                is_transposed=turned,
+                is_transposed=module in embeddings or is_conv1d,
                 magnitude=found.get("magnitude_vector"),
             )
             changes.append(((f"{module}.weight",), update))
@@ -663,13 +662,13 @@ def _peft_changes(
 
 
 def peft_problems(config: Table, where: Path) -> list[str]:
-    """Return every setting of PEFT's configuration by which an adapter cannot be merged."""
+    """Return a problem for each setting of PEFT's with which an adapter cannot be merged."""
     problems = []
     if (kind := config.get("peft_type")) != "LORA":
         return [f"{where}: peft_type = {kind!r}; expected LORA"]
     remedy = "load it with peft, merge_and_unload, and convert what save_pretrained leaves"
     start = config.get("init_lora_weights", True)
-    if not any(start is each or start == each for each in _PEFT_STARTS):
+    if not any(start is each or start == each for each in _PEFT_INITS):
         problems.append(
             f"{where}: init_lora_weights = {start!r} changes the model's own weights: {remedy}"
         )
@@ -695,30 +694,30 @@ def _is_pattern(pattern: str) -> bool:
     repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
     if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED:
         return False
-    # A repeated group, or flags for all that it stands in, which belong at its beginning.
+    # A repeated group, or global flags, which are only valid at the beginning of an expression.
     if re.search(r"\)[*+{]|\(\?[aiLmsux]+\)", pattern):
         return False
     try:
-        re.compile(pattern)  # alone, so that it ends no group of what it stands in
+        re.compile(pattern)  # alone: it must not close a group of _MODULE
         return re.compile(_MODULE.format(pattern)).groups <= _MOST_GROUPS + 2
     except re.error:
         return False
 
 
 def _peft_scale(config: Table, module: str, up: Piece, where: Path, problems: list[str]) -> float:
-    """Return the factor of a module's update; a rank or alpha of its own goes first."""
+    """Return the scale of a module's update; patterns override the general rank and alpha."""
     rank = up.shape[-1] if up.shape else 0
-    stated = _of_module(config, "rank_pattern", module, config.get("r"))
+    stated = _module_value(config, "rank_pattern", module, config.get("r"))
     if stated != rank or not rank:
         problems.append(f"{where}: r = {stated!r}, but the factors of {module} are of rank {rank}")
         return 1.0
-    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
+    alpha = _module_value(config, "alpha_pattern", module, config.get("lora_alpha"))
     alpha = _number(alpha, f"{where}: lora_alpha of {module}", problems)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-def _of_module(config: Table, table: str, module: str, usual: Any) -> Any:
-    """Return the value of the first pattern that fits a module's name, or of its end."""
+def _module_value(config: Table, table: str, module: str, usual: Any) -> Any:
+    """Return the value of the first pattern that matches a module's name or its end."""
     for pattern, value in (config.get(table) or {}).items():
         if re.match(_MODULE.format(pattern), module):
             return value

@@ -1,14 +1,14 @@
-"""The plan of a PEFT folder: an adapter of LoRA apart from its model, whatever trained it.
+"""The plan of a PEFT folder: a LoRA adapter without its model, from any trainer's adapter.
 
-The adapter is first added to its model, as for a merge, and that model becomes a Hugging Face
-folder on paper. Each matrix of the folder is a rearrangement of the source's: the same operations,
-on the numbers of rows and columns in place of values, say which rows of the second factor and which
-columns of the first one make the matrix's own update. Where an operation computes instead, or tears
-rows apart, no update of low rank has its effect, and the matrix is refused.
+The adapter is merged into its model, and a Hugging Face folder of the result is planned but not
+written. Each matrix of that folder is a rearrangement of the source's matrices. The same operations
+applied to row and column numbers, not values, show which rows of the second factor and which
+columns of the first one make up the matrix's update. A matrix is refused if an operation computes
+values, or does not move whole rows and columns: no low-rank update has the same effect.
 
 Layout: huggingface/peft 0.21, peft/utils/save_and_load.py, tuners/lora/config.py and layer.py; its
 ParamWrapper has the experts of transformers 5, one parameter for all. vLLM 0.32, vllm/lora, reads
-the same, without DoRA; releases before it ignore patterns of ranks and alphas, so none are written.
+the same, without DoRA; earlier releases ignore patterns of ranks and alphas, so none are written.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _TABLES = ("model.wte", "shared.weight_T")
 
 @dataclass(frozen=True)
 class _Share:
-    """An update's share of a matrix of the model."""
+    """The part of an update that applies to a matrix of the model."""
 
     update: Update
-    halves: int  # into which the rows of the second factor fall
-    rows: Array  # of the second factor, one for each row of the matrix, or -1
-    columns: Array  # of the first factor, one for each column of the matrix
+    halves: int  # number of halves of the second factor's rows
+    rows: Array  # for each row of the matrix the row of the second factor, or -1
+    columns: Array  # for each column of the matrix the column of the first factor
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A matrix (out, in) of the model with what updates it."""
+    """A matrix (out, in) of the model, and its updates."""
 
     name: str
     shape: tuple[int, int]
@@ -60,11 +60,11 @@ class _Module:
 
     @property
     def rank(self) -> int:
-        """Rank of all updates together."""
+        """The sum of the updates' ranks."""
         return sum(share.update.rank for share in self.shares)
 
     def pieces(self, rank: int, scale: float) -> Iterator[tuple[str, Piece]]:
-        """Yield the factors' names and values, with zeros up to a rank and for a common scale."""
+        """Yield (name, values) of the factors, padded to `rank`, for a common `scale`."""
         inputs = tuple(stored for share in self.shares for stored in share.update.stored)
         ends = [0, *itertools.accumulate(share.update.rank for share in self.shares)]
 
@@ -98,15 +98,15 @@ class _Module:
 
 
 def plan_peft(source: ConversionPlan) -> ConversionPlan:
-    """Return the plan of the folder of the adapter that a planned source has merged.
+    """Return the plan of a PEFT folder from the plan of a source with a merged adapter.
 
     Raises:
-        CheckpointMismatchError: Hugging Face has no model like it, or the adapter changes a matrix
-            in a way that no update of that model's has; every reason is listed.
+        CheckpointMismatchError: Hugging Face has no equal model, or no low-rank update of its
+            matrices has the adapter's effect; every reason is listed.
     """
     (path,) = source.request.lora_checkpoints
     if (path / PEFT_CONFIG).is_file():
-        refuse([f"{path} holds {PEFT_CONFIG}: it is PEFT's already; serve it as it is"])
+        refuse([f"{path} holds {PEFT_CONFIG}: it is a PEFT folder already; serve it as it is"])
     folder = plan_huggingface(source)
     written = [tensor for (file,) in folder.files for tensor in file.tensors]
     follow = _Follower(source)
@@ -120,7 +120,7 @@ def plan_peft(source: ConversionPlan) -> ConversionPlan:
             modules.append(found)
     refuse(listed(problems))
     rank = max(module.rank for module in modules)
-    # The scale of most updates, whose values then stay as they are.
+    # With the scale of most updates, the values of these do not change.
     scales = [share.update.scale for module in modules for share in module.shares]
     scale = max(sorted(set(scales)), key=scales.count)
     new = {key: (piece,) for module in modules for key, piece in module.pieces(rank, scale)}
@@ -155,7 +155,7 @@ def _whole(value: float) -> float:
 
 
 def _remarks(modules: Sequence[_Module], rank: int, scale: float) -> list[str]:
-    """Return what differs from the adapter as it was trained."""
+    """Return remarks on what differs from the adapter as trained."""
     padded = [module.name for module in modules if module.rank != rank]
     scaled = [m.name for m in modules if any(s.update.scale != scale for s in m.shares)]
     return [
@@ -165,7 +165,7 @@ def _remarks(modules: Sequence[_Module], rank: int, scale: float) -> list[str]:
 
 
 def _targets(names: Sequence[str], written: Sequence[WrittenTensor]) -> list[str]:
-    """Return ends of names that stand for these modules alone, or else the whole names."""
+    """Return the last parts of names if they match only these modules, else the whole names."""
     ends = {name.rpartition(".")[2] for name in names}
     every = [tensor.key.removesuffix(_WEIGHT) for tensor in written if len(tensor.shape) == 2]
     meant = {name for name in every if name.rpartition(".")[2] in ends}
@@ -175,16 +175,16 @@ def _targets(names: Sequence[str], written: Sequence[WrittenTensor]) -> list[str
 class _Follower:
     """Finds the rows and columns of updates in the tensors of a folder.
 
-    Those of layers whose pieces have the same shapes are found once.
+    Layers whose pieces have the same shapes share a result.
     """
 
     def __init__(self, source: ConversionPlan) -> None:
         self._source = source
-        # Rows, columns and whether the matrix is transposed; without rows nothing is updated.
+        # (rows, columns, whether the matrix is transposed) or a reason. No rows: no update.
         self._known: dict[str, tuple[Array, Array, bool] | str] = {}
 
     def __call__(self, tensor: WrittenTensor) -> _Module | str | None:
-        """Return the module of a tensor that something updates, or why it has no such update."""
+        """Return the module of a tensor, the reason against it, or None if nothing updates it."""
         sums = {
             id(each.update): each
             for item in tensor.items
@@ -196,22 +196,22 @@ class _Follower:
         if any(item.tensor.name in _TABLES for item in tensor.items):
             return "an update of the embedding, which is not supported"
         if len(tensor.shape) != 2 or not tensor.key.endswith(_WEIGHT):
-            return f"an update of {list(tensor.shape)}; expected that of a matrix"
+            return f"an update of {list(tensor.shape)}; expected an update of a matrix"
         shares: list[_Share] = []
-        turned = set()
+        orders = set()
         for each in sums.values():
             found = self._found(tensor, each.update)
             if isinstance(found, str):
                 return found
-            rows, columns, is_turned = found
+            rows, columns, is_transposed = found
             if len(rows):
-                turned.add(is_turned)
+                orders.add(is_transposed)
                 shares.append(_Share(each.update, each.halves, rows, columns))
         if not shares:
             return None
-        if len(turned) > 1:
+        if len(orders) > 1:
             return "one of its updates is transposed, another is not"
-        is_transposed = True in turned
+        is_transposed = True in orders
         out, width = tensor.shape[::-1] if is_transposed else tensor.shape
         name = tensor.key.removesuffix(_WEIGHT)
         return _Module(name, (out, width), tuple(shares), is_transposed)
@@ -221,7 +221,7 @@ class _Follower:
             yield from self._source.facts.pieces(key)
 
     def _found(self, tensor: WrittenTensor, update: Update) -> tuple[Array, Array, bool] | str:
-        """Return an update's row and column for each row and column of a matrix; -1 for none."""
+        """Return `_searched` of an update, from an equal layer if it is known."""
         places = [
             (id(item.source), view, piece.shape, each.share, each.axis, each.halves, update.part)
             if each
@@ -236,23 +236,24 @@ class _Follower:
         return self._known[place]
 
     def _searched(self, tensor: WrittenTensor, update: Update) -> tuple[Array, Array, bool] | str:
+        """Return the rows and columns of an update, and whether the matrix is transposed."""
         import numpy as np
 
         rows, columns = (self._numbers(tensor, update, axis) for axis in (0, 1))
         if rows.dtype != np.int32 or columns.dtype != np.int32:
-            return "its values are computed of the source's, not rearranged"
-        if is_turned := not _is_constant(rows):
+            return "its values are computed from the source's, not rearranged"
+        if is_transposed := not _is_constant(rows):
             rows, columns = rows.T, columns.T
-        touched = rows[:, 0] >= 0
-        columns = columns[touched]
+        updated = rows[:, 0] >= 0
+        columns = columns[updated]
         if not (_is_constant(rows) and _is_constant(columns.T)):
-            return "it is rearranged otherwise than by whole rows and columns"
-        if not touched.any():
-            return np.empty(0), np.empty(0), is_turned
-        return rows[:, 0].copy(), columns[0].copy(), is_turned
+            return "it is not rearranged by whole rows and columns"
+        if not updated.any():
+            return np.empty(0), np.empty(0), is_transposed
+        return rows[:, 0].copy(), columns[0].copy(), is_transposed
 
     def _numbers(self, tensor: WrittenTensor, update: Update, axis: int) -> Array:
-        """Return the row (axis 0) or column of an update for each value of a tensor; -1: none."""
+        """Return for each value of a tensor the row (axis 0) or column of an update; -1: none."""
         import numpy as np
 
         found = []
@@ -260,14 +261,14 @@ class _Follower:
         for item, view in tensor.pieces:
             assert view is not None
             parts = taken(item.build(self._source.facts, self._source.config, read), view)
-            each = [part if hasattr(part, "dtype") else _nothing(part) for part in parts.tensors]
+            each = [part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors]
             found.append(np.concatenate(each, parts.axis).reshape(view.shape))
         whole: Array = np.concatenate(found)
         return whole
 
 
 def _sums(piece: Piece, update: Update | None = None) -> Iterator[Sum]:
-    """Yield the sums that a piece is made of, the last one first; with an update, its own."""
+    """Yield the sums that a piece is made of, the last first; of one update if it is given."""
     while isinstance(piece, ComputedPiece) and isinstance(piece.compute, Sum):
         if update is None or piece.compute.update is update:
             yield piece.compute
@@ -275,19 +276,19 @@ def _sums(piece: Piece, update: Update | None = None) -> Iterator[Sum]:
 
 
 def _numbered(update: Update, axis: int, piece: Piece) -> Array:
-    """Return the row or the column of an update in place of each value of a piece; -1 for none."""
+    """Return for each value of a piece the row (axis 0) or column of an update; -1: none."""
     import numpy as np
 
     found = next(_sums(piece, update), None)
     if found is None:
-        return _nothing(piece)
+        return _no_update(piece)
     numbers = found.columns() if axis else found.rows()[:, None]
     if update.is_transposed:
         numbers = numbers.T
     return np.broadcast_to(numbers, piece.shape)
 
 
-def _nothing(tensor: Any) -> Array:
+def _no_update(tensor: Any) -> Array:
     import numpy as np
 
     return np.broadcast_to(np.int32(-1), tensor.shape)

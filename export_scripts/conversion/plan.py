@@ -1,7 +1,7 @@
 """The plan of a conversion: source mapping, config, and the source of each tensor.
 
-Every problem visible in names and shapes is collected and reported before a byte is read.
-numpy is not imported.
+Every problem that names and shapes show is collected and reported before a value is read; numpy is
+not imported.
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, ma
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
 
-# Fields of a config that the request decides, or that say nothing of what config.json describes.
+# Fields of a config that the request sets, or that config.json does not describe.
 FREE = (
     "model_name", "name_or_path", "tensor_para_size", "weight_data_type", "tasks",
     "prompt_learning_start_id", "prompt_learning_type", "ia3_num_tasks",
 )  # fmt: skip
-# In the names of tensors of NeMo's and Megatron Bridge's adapters.
+# Matches the names of tensors of NeMo's and Megatron Bridge's adapters.
 _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
-# Advice on a folder that is not converted.
+# Advice for a Hugging Face folder that cannot be converted.
 _OTHER_ENGINES = "; another engine may serve it as it is (deploy.engine=vllm)"
 # Keys of config.ini that the request sets.
-_ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
+_REQUESTED = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
-# Tokens of a config -> the consequence of an id outside the vocabulary.
+# Special tokens of a config -> the consequence of an ID outside the vocabulary.
 _NO_START = "generation needs a prompt to start from"
 _NO_END = "every answer runs to its length limit"
 _SPECIAL_TOKENS = {
@@ -64,20 +64,20 @@ _SPECIAL_TOKENS = {
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A conversion checked in everything but the values."""
+    """A conversion, with everything but the values checked."""
 
     request: ConversionRequest
     mapping: SourceMapping
     facts: Facts
     config: FTConfig
-    tensors: tuple[TensorPlan, ...]  # those of the family
-    files: tuple[tuple[WrittenFile, ...], ...]  # those of weights; together, all of one tensor
-    extra_files: Mapping[str, bytes]  # contents of all other files
+    tensors: tuple[TensorPlan, ...]  # the family's tensors
+    files: tuple[tuple[WrittenFile, ...], ...]  # files of weights; a tensor's files are one group
+    extra_files: Mapping[str, bytes]  # name -> content of every other file
     remarks: tuple[str, ...]  # warnings to report
 
 
 def _shards(item: TensorPlan, config: FTConfig) -> tuple[WrittenFile, ...]:
-    """Return the files of a tensor, one for each rank that has its own part."""
+    """Return the files of a tensor: one for each rank, or one for all if they share it."""
     tensor, tp_size = item.tensor, config.tensor_para_size
     kind = tensor.dtype or config.weight_data_type
     written = WrittenTensor(tensor.name, ((item, None),))
@@ -94,10 +94,10 @@ def plan_conversion(
     scratch_dir: Path | None = None,
     reader: CheckpointReader | None = None,
 ) -> ConversionPlan:
-    """Return the whole plan of a conversion without `request_problems`.
+    """Return the plan of a conversion whose request has no `request_problems`.
 
     Gzip archives are unpacked in `scratch_dir` while the plan is in use; `reader` is the
-    checkpoint, if it is open.
+    checkpoint, if it is already open.
 
     Raises:
         CheckpointMismatchError: The checkpoint cannot be converted; every reason is listed.
@@ -108,12 +108,12 @@ def plan_conversion(
     stated, problems = _stated_values(mapping.family.config, request)
     if request.keep_fp8:
         stated["fp8_group_size"] = facts.reader.fp8_group
-    passed, in_the_way = mapping.in_the_way(facts, request.allows_setting)
+    allowed, refused = mapping.judged_obstacles(facts, request.allows_setting)
     if problems := [*_refused(request, facts, mapping), *problems]:
-        refuse([*problems, *facts.with_paths(in_the_way)])
+        refuse([*problems, *facts.with_paths(refused)])
     config = dataclasses.replace(mapping.checked_config(facts, request.allows_setting), **stated)
     problems = _divisibility_problems(mapping, config, request)
-    # A size that does not divide is reported once, not again for every tensor.
+    # If a size is not divisible, that is reported once, not for every tensor.
     tensors, tensor_problems = plan_tensors(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
@@ -140,7 +140,7 @@ def plan_conversion(
         extra_files=extra_files,
         remarks=(
             *(note for reader in readers for note in reader.remarks),
-            *passed,
+            *allowed,
             *mapping.warnings(facts, config),
             *source_warnings(facts, config),
             *_special_token_warnings(config, request),
@@ -149,12 +149,12 @@ def plan_conversion(
 
 
 def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig:
-    """Return the config that a checkpoint would be served with.
+    """Return the config that a converted checkpoint would have.
 
-    `given` are config.ini values that the checkpoint does not record.
+    `given` are config.ini values that the checkpoint lacks.
 
     Raises:
-        CheckpointMismatchError: It cannot be converted as it is.
+        CheckpointMismatchError: The checkpoint cannot be converted.
         ValueError: The path is not a known checkpoint.
     """
     request = ConversionRequest(path, path.parent, 1, "fp32", given=tuple(given))
@@ -164,7 +164,7 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
 
 
 def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> list[str]:
-    """Return a warning for each special token that the model's vocabulary lacks."""
+    """Return a warning for each special token outside of the model's vocabulary."""
     fields = vars(config)
     size = fields.get("vocab_size", 0)
     return [
@@ -178,12 +178,12 @@ def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> lis
 def _tokenizer_problems(request: ConversionRequest, facts: Facts) -> list[str]:
     """Return a problem if the folder would lack the tokenizer that text models need."""
     names = request.names
-    # One may have been added by hand to an existing folder.
-    there = request.folder.glob("*")
+    # The user may have added one to an existing folder.
+    existing = request.folder.glob("*")
     if (
         not request.for_text
         or makes_tokenizer(facts.tokenizer)
-        or makes_tokenizer(path.name for path in there)
+        or makes_tokenizer(path.name for path in existing)
     ):
         return []
     return [
@@ -200,8 +200,8 @@ def _open(
     if is_ft_folder(path):
         if settings is not None or request.vocabulary is not None:
             raise ValueError(
-                f"{path} is converted: leave --model-config and --vocabulary out, or name the "
-                "original"
+                f"{path} holds shards: leave --model-config and --vocabulary out, or name the "
+                "original checkpoint"
             )
         reader = open_ft_folder(path)
     else:
@@ -253,10 +253,10 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> Files:
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:
     """Return the source mapping of a checkpoint, and the facts for it.
 
-    Where one source can become several families, `model_type` is the kind the user expects.
+    If a source can become several families, `model_type` is the one that the user expects.
 
     Raises:
-        CheckpointMismatchError: No mapping matches it.
+        CheckpointMismatchError: No mapping matches the checkpoint.
     """
     if isinstance(facts.reader, FTFolder):
         return facts.reader.mapping, facts
@@ -284,8 +284,8 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         return mapping, dataclasses.replace(facts, prefix=mapping.prefix)
     if adapter := next((key for key in facts.reader.tensors if _ADAPTER.search(key)), None):
         raise CheckpointMismatchError(
-            f"{facts.reader.path} is an adapter (it holds {adapter}): expected its model; an "
-            "adapter of LoRA is named next to it"
+            f"{facts.reader.path} is an adapter (it holds {adapter}): expected its model, with a "
+            "LoRA adapter in --lora (convert.lora_checkpoints)"
         )
     kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
     names = sorted(facts.reader.tensors)[:3]
@@ -300,10 +300,10 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
 def _described_by_huggingface(facts: Facts) -> tuple[SourceMapping, Facts]:
     """Return the source mapping and the facts of a Megatron model that a config.json describes.
 
-    Its arguments are those by which Megatron-LM would build the model of config.json.
+    Its arguments are those with which Megatron-LM would build the model of config.json.
 
     Raises:
-        CheckpointMismatchError: It would build none, or the tensors are those of another one.
+        CheckpointMismatchError: Megatron-LM has no such model, or the tensors are another model's.
     """
     reader = facts.reader
     described = dataclasses.replace(
@@ -333,7 +333,7 @@ def _described_by_huggingface(facts: Facts) -> tuple[SourceMapping, Facts]:
         theirs = vars(mapping.config(found))
         problems = [
             f"{reader.path}: {name} is {value} by config.json, and {theirs[name]} by the tensors: "
-            "give the config.json of this model (--model-config, convert.model_config)"
+            "name the config.json of this model (--model-config, convert.model_config)"
             for name, value in differing_fields(vars(config), theirs).items()
             if name not in (*FREE, "vocab_size")
         ]
@@ -347,7 +347,7 @@ def _is_tied(config: FTConfig) -> bool:
 
 
 def differing_fields(mine: Table, theirs: Table) -> Fields:
-    """Return what differs in another table, numbers by more than a reciprocal's rounding."""
+    """Return the values of `mine` that differ in `theirs`, floats by more than rounding."""
     return {
         name: value
         for name, value in mine.items()
@@ -364,13 +364,13 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
     problems = mapping.reasons(facts)
     if isinstance(facts.reader, FTFolder) and request.has_shards:
         problems.append(
-            f"{path} is a folder of shards, which becomes no other shards: convert its checkpoint, "
-            "or the Hugging Face folder that is made of it"
+            f"{path} is a folder of shards, which cannot be converted to other shards: convert its "
+            "checkpoint, or a Hugging Face folder made from the shards"
         )
     if isinstance(facts.reader, FTFolder) and request.lora_checkpoints:
         problems.append(
-            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
-            "Face folder first, and merge the adapters into that"
+            f"{path} is a folder of shards, whose names do not match a LoRA adapter's: write it as "
+            "a Hugging Face folder first, and merge the adapters into that"
         )
     if request.has_shards and not mapping.family.has_shards:
         problems.append(
@@ -379,16 +379,16 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
             "(deploy.engine=vllm)"
         )
     if request.keep_fp8:
-        why = {
-            "they are merged into wider ones": bool(request.lora_checkpoints),
-            "only shards are written with them": not request.has_shards,
+        reasons = {
+            "LoRA adapters are merged into wider weights": bool(request.lora_checkpoints),
+            "only shards can hold them": not request.has_shards,
             "the checkpoint has none, or of several forms": not facts.reader.fp8,
-            f"{mapping.family.name} folders hold none": "fp8_group_size"
+            f"{mapping.family.name} folders cannot hold them": "fp8_group_size"
             not in get_type_hints(mapping.family.config),
         }
         problems += [
             f"{names['keep_fp8']}: weights in FP8 cannot be kept: {reason}; leave it out"
-            for reason, holds in why.items()
+            for reason, holds in reasons.items()
             if holds
         ]
     added = {
@@ -413,17 +413,17 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
 
 
 def _stated_values(config: type[FTConfig], request: ConversionRequest) -> tuple[Fields, list[str]]:
-    """Return the config.ini values the user states, and their problems."""
+    """Return the config.ini values that the user states, and their problems."""
     names = request.names
     hints = get_type_hints(config)
     fields = {field.name for field in ini_fields(config)}
     values: Fields = {}
     problems = []
     for key, text in request.given:
-        if key in _ASKED_FOR:
-            problems.append(f"{names['given']} {key}={text}: use {names[_ASKED_FOR[key]]}")
+        if key in _REQUESTED:
+            problems.append(f"{names['given']} {key}={text}: use {names[_REQUESTED[key]]}")
         elif key not in fields:
-            known = ", ".join(sorted(fields - set(_ASKED_FOR)))
+            known = ", ".join(sorted(fields - set(_REQUESTED)))
             problems.append(
                 f"{names['given']} {key}={text}: not a key of this model's config.ini; known: "
                 f"{known}"
@@ -443,7 +443,7 @@ def _divisibility_problems(
     problems = []
     names, tp_size, pp_size = request.names, request.tp_size, request.pp_size
     model = f"{mapping.family.name} model {request.checkpoint_path.name}"
-    # A folder may store heads more often than a model has them.
+    # Stored sizes count: a folder may repeat heads so that ranks divide them.
     sizes = {
         name.removeprefix("stored_"): config.dim(name, {}) for name in mapping.family.divisible
     }

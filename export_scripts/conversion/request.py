@@ -1,6 +1,6 @@
 """The request for a conversion, and its checks that need no checkpoint."""
 
-# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is a valid default
 
 import dataclasses
 import fnmatch
@@ -15,13 +15,13 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from foundations.suggest import did_you_mean
 from foundations.values import option
 
-# Formats of a result: shards for this engine and FT's backend, a folder for all others, the adapter
-# alone for these, and a checkpoint from which Megatron-LM trains on.
+# Output formats: shards for this engine and FT's backend, a folder for other engines, an adapter
+# without its model for these, and a checkpoint from which Megatron-LM continues training.
 PEFT, TORCH_DIST, HYBRID = "peft", "torch_dist", "hybrid"
 PEFT_CONFIG = "adapter_config.json"
 OUTPUT_FORMATS = ("fastertransformer", "huggingface", PEFT, TORCH_DIST)
 
-# Model types users type -> the families they may be.
+# Model types as users write them -> possible families.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
     "gpt3": ("gpt", "llama", "mixture", "hybrid"),
     "mt5": ("t5",),
@@ -30,23 +30,22 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Options of a conversion, of its command and of the configuration's section `convert`."""
+    """Options of both the command `convert` and the configuration's section `convert`."""
 
     max_shard_bytes: int = option(
-        "most bytes of a file of a Hugging Face folder or a torch_dist checkpoint; by default "
-        "5 GB, as transformers cuts it",
+        "largest size of a file in a Hugging Face folder or a torch_dist checkpoint; by default "
+        "5 GB, as in transformers",
         5_000_000_000,
         within=(1, 1 << 50),
     )
     fp8: str | None = option(
-        "matrices of a Hugging Face folder in FP8, with a scale for each block of 128 x 128, row "
-        "(channel) or matrix (tensor)",
+        "write the matrices of a Hugging Face folder in FP8, with a scale for each block of "
+        "128 x 128, row (channel) or matrix (tensor)",
         None,
         choices=("block", "channel", "tensor"),
     )
     megatron_model: str = option(
-        "megatron-core's model for which a torch_dist checkpoint is written: GPTModel (gpt) or "
-        "HybridModel (hybrid)",
+        "model of megatron-core in a torch_dist checkpoint: GPTModel (gpt) or HybridModel (hybrid)",
         "gpt",
         choices=("gpt", HYBRID),
     )
@@ -69,7 +68,7 @@ class ConversionOptions:
         is_path=True,
     )
     keep_fp8: bool = option(
-        "keep the matrices of an FP8 folder and their scales as they are, for the parameter fp8=1; "
+        "keep the matrices of an FP8 folder and their scales unchanged, for the parameter fp8=1; "
         "by default they are widened",
         False,
     )
@@ -77,8 +76,8 @@ class ConversionOptions:
         "activation ranges (.json or .pt), for static int8 weights", None, is_path=True
     )
     model_config: Path | None = option(
-        "config.json of the Hugging Face model that was trained, or its folder, where a trainer's "
-        "checkpoint lies without one",
+        "config.json (or its folder) of the Hugging Face model, for a trainer's checkpoint that "
+        "has none",
         None,
         is_path=True,
     )
@@ -87,18 +86,18 @@ class ConversionOptions:
     )
     merges_path: Path | None = option("merges in place of the checkpoint's", None, is_path=True)
     vocabulary: str | None = option(
-        "rows of the vocabulary to keep where training padded it: a number, or `tokenizer` for as "
-        "many as the tokenizer has ids",
+        "rows to keep of a vocabulary that training padded: a number, or `tokenizer` for its "
+        "number of IDs",
         None,
     )
     allow: tuple[str, ...] = option(
-        "tensors (patterns) that may be unknown, damaged or not finite; `tokenizer` leaves out one "
-        "without an equal in a Hugging Face folder",
+        "tensors (patterns) that may be unknown, damaged or not finite; with `tokenizer`, one that "
+        "has no Hugging Face form is left out",
         (),
     )
     allow_setting: tuple[str, ...] = option(
-        "settings (patterns) of the checkpoint that may be unknown or not expressible, where you "
-        "know that what is computed stays the same",
+        "settings (patterns) of the checkpoint that may be unknown or not expressible, if you know "
+        "that they do not change what is computed",
         (),
     )
 
@@ -108,33 +107,33 @@ class ConversionRequest(ConversionOptions):
     """A request to convert a checkpoint."""
 
     checkpoint_path: Path  # file or folder of the source
-    output_dir: Path  # folder under which <tp_size>-gpu appears
+    output_dir: Path  # folder in which <tp_size>-gpu, or another output, is written
     tp_size: int  # tensor-parallel ranks of inference
     weight_data_type: str  # "fp32", "fp16" or "bf16"
-    processes: int = 1  # workers
+    processes: int = 1  # number of workers
     overwrite: bool = False  # replace a folder that holds something else
-    # Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
+    # The type that the user expects ("gpt3", "t5", "mt5", a family); None for any.
     model_type: str | None = None
     pp_size: int = 1  # pipeline stages of inference; must divide the layers
     given: tuple[tuple[str, str], ...] = ()  # (config key, value) pairs that the source lacks
     for_text: bool = False  # whether the folder must hold a tokenizer, for text models
-    # Name, or pattern, of one of several checkpoints in that folder; None for the last.
+    # Name or pattern of one of several checkpoints in the folder; None for the last.
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; only shards have ranks.
     output_format: str = "fastertransformer"
-    # Names of the other fields in messages: by default options of the command.
+    # Names of the other fields in messages, by default the command's options.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: OPTION_NAMES, repr=False, compare=False
     )
 
     @property
     def is_huggingface(self) -> bool:
-        """True if a Hugging Face folder is to be written, or an adapter of one."""
+        """Whether the output is a Hugging Face folder or an adapter for one."""
         return self.output_format in ("huggingface", PEFT)
 
     @property
     def has_shards(self) -> bool:
-        """True if shards are to be written, which alone are of ranks."""
+        """Whether the output is shards, the only output that has ranks."""
         return self.output_format == OUTPUT_FORMATS[0]
 
     @property
@@ -146,17 +145,17 @@ class ConversionRequest(ConversionOptions):
 
     @property
     def sources(self) -> list[tuple[str, Path]]:
-        """The files and folders that are read, each after the name of its field."""
+        """(name of the field, path) of every file and folder that is read."""
         found = ((name, getattr(self, name)) for name in _SOURCES)
         each = ((name, value if isinstance(value, tuple) else (value,)) for name, value in found)
         return [(name, path) for name, paths in each for path in paths if path is not None]
 
     def allows(self, name: str) -> bool:
-        """Return whether the user accepts a tensor that would otherwise be an error."""
+        """Return whether the user allows a tensor that would be refused."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
 
     def allows_setting(self, name: str) -> bool:
-        """Return whether the user accepts a setting that would otherwise be an error."""
+        """Return whether the user allows a setting that would be refused."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_setting)
 
 
@@ -174,7 +173,7 @@ OPTION_NAMES: Mapping[str, str] = {
     "lora_checkpoints": "--lora",
     "given": "--set",
     "max_shard_bytes": "--max-shard-size",
-    "for_text": "for_text",  # not an option: this command does not serve
+    "for_text": "for_text",  # not an option, as this command does not serve
 }
 
 
@@ -214,14 +213,14 @@ def request_problems(request: ConversionRequest) -> list[str]:
         )
     if request.fp8 is not None and request.output_format != "huggingface":
         problems.append(
-            f"{names['fp8']}={request.fp8} is of a Hugging Face folder, and "
+            f"{names['fp8']}={request.fp8} needs a Hugging Face folder, but "
             f"{names['output_format']}={request.output_format}: set that to huggingface"
         )
     if request.output_format == PEFT and len(request.lora_checkpoints) != 1:
         problems.append(
-            f"{names['output_format']}=peft writes one adapter apart from its model, and "
+            f"{names['output_format']}=peft writes one adapter, but "
             f"{names['lora_checkpoints']} names {len(request.lora_checkpoints)}: name one, and "
-            "convert each on its own"
+            "convert each separately"
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
@@ -230,7 +229,7 @@ def request_problems(request: ConversionRequest) -> list[str]:
         if not path.exists()
     ]
     problems += _output_problems(request.output_dir, names["output_dir"])
-    from export_scripts.families.table import SOURCE_MAPPINGS  # which a server does without
+    from export_scripts.families.table import SOURCE_MAPPINGS  # not imported by a server
 
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
     kinds = tuple(dict.fromkeys((*MODEL_TYPES, *families)))

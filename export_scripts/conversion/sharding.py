@@ -1,6 +1,6 @@
-"""The bytes of one shard: cast, split among ranks and copied from strided tensors in chunks.
+"""The bytes of a shard: copied in chunks from strided tensors, cast, and split among ranks.
 
-Shapes: P rows of the file chunk, R the product of its other axes.
+Shapes: P is the number of rows of a chunk, R the product of its other axes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ Bytes = npt.NDArray[np.uint8]
 
 # A chunk of a file: large enough to amortise system calls, small enough for several workers.
 CHUNK_BYTES = 8 << 20
-# A large page of memory.
+# Size of a huge page.
 _HUGE_BYTES = 2 << 20
 
-# A transposed tile: it fits the second-level cache, the lines of its rows nearly the first.
+# Size of a tile that is transposed: it fits the second-level cache, a line of each row nearly fits
+# the first-level cache.
 _TILE_ROWS = 512
 _TILE_COLUMNS = 512
-# Rows are an odd number of cache lines apart; at a power of two they would share a few sets.
+# Keeps rows an odd number of cache lines apart; at a power of two they would share a few sets.
 _TILE_GAP_BYTES = 64
-# Below this the plain strided copy is as fast.
+# Below this number of values, the plain strided copy is as fast.
 _SMALL = 4096
 
-# The bytes of a value, and the bits of infinity; E4M3 has NaN alone.
+# (bytes of a value, bits of infinity); E4M3 has only NaN.
 _INFINITIES = {
     "fp32": (4, 0x7F800000), "fp16": (2, 0x7C00), "bf16": (2, 0x7F80), "fp8": (1, 0x7F),
 }  # fmt: skip
 
 
 class Workspace(threading.local):
-    """Buffers of each worker, allocated once.
+    """The buffers of a worker, allocated once.
 
     Chunks of large files alternate between two: one is written while the next is filled.
     """
@@ -55,37 +56,37 @@ class Workspace(threading.local):
         self._tile = np.empty(_TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8)
 
     def next_chunk(self, size_bytes: int) -> Bytes:
-        """Return `size_bytes` of the buffer that was not returned last."""
+        """Return `size_bytes` of the buffer that was not used last."""
         chunk = self._chunks.pop(0) if len(self._chunks) == 2 else _aligned(self.chunk_bytes)
         if len(chunk) < size_bytes:
             chunk = _aligned(size_bytes)
         self._chunks.append(chunk)
         return chunk[:size_bytes]
 
-    def with_room(self, buffer: Bytes, filled: int, wanted: int) -> Bytes:
-        """Return the last buffer, or a larger one in its place with room for what is wanted."""
-        if filled + wanted <= len(buffer):
+    def enlarged(self, buffer: Bytes, filled: int, needed: int) -> Bytes:
+        """Return the last buffer, replaced by a larger one if it lacks space for `needed` bytes."""
+        if filled + needed <= len(buffer):
             return buffer
-        larger = self._chunks[-1] = _aligned(filled + wanted)
+        larger = self._chunks[-1] = _aligned(filled + needed)
         larger[:filled] = buffer[:filled]
         return larger
 
     def tile(self, shape: Shape, dtype: np.dtype[Any]) -> Array:
-        """Return scratch of a shape (..., columns)."""
+        """Return scratch memory of a shape (..., columns)."""
         pitch = _TILE_COLUMNS * dtype.itemsize + _TILE_GAP_BYTES
         rows = self._tile[: math.prod(shape[:-1]) * pitch].view(dtype).reshape(*shape[:-1], -1)
         return rows[..., : shape[-1]]
 
 
 def _aligned(size_bytes: int) -> Bytes:
-    """Return page-aligned memory, in large pages if the system has them.
+    """Return page-aligned memory, in huge pages if the system has them.
 
     Direct writes need the alignment. With small pages, which are scattered, the disk accepts only
     a fraction of a chunk at once and runs at half its speed.
     """
-    # Shared memory, mmap's default, has no large pages.
+    # Shared memory, mmap's default, has no huge pages.
     memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system without large pages
+    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _HUGE_BYTES
@@ -98,13 +99,13 @@ _WORKSPACE = Workspace()
 def file_chunks(
     pieces: Iterable[bytes | tuple[Parts, Window, str]],
     size_bytes: int,
-    look: Callable[[Bytes, str], None] = lambda *_: None,
+    inspect: Callable[[Bytes, str], None] = lambda *_: None,
 ) -> Iterator[memoryview]:
     """Yield the contents of a file in whole blocks, and the rest.
 
-    A piece is a tensor, the window to take of it, and its type; or bytes as they are. `look` is
-    called with the bytes and the type of each tensor's before they are yielded. A chunk of a file
-    of LARGE_BYTES or more is valid until the next but one is requested.
+    A piece is (tensor, window of it, type), or bytes. `inspect` is called with (bytes, type) of
+    tensors before they are yielded. In a file of LARGE_BYTES or more, a chunk stays valid until the
+    next but one is requested.
     """
     space = _WORKSPACE
     is_large = size_bytes >= LARGE_BYTES
@@ -125,7 +126,7 @@ def file_chunks(
                     rest = buffer[whole:filled]
                     buffer, filled = space.next_chunk(space.chunk_bytes), len(rest)
                     buffer[:filled] = rest
-                buffer = space.with_room(buffer, filled, row)
+                buffer = space.enlarged(buffer, filled, row)
             rows = min(end - first, (len(buffer) - filled) // row)
             raw = buffer[filled : filled + rows * row]
             if isinstance(parts, bytes):
@@ -133,7 +134,7 @@ def file_chunks(
             else:
                 taken = [(first, first + rows), *others]
                 gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
-                look(raw, data_type)
+                inspect(raw, data_type)
             first += rows
             filled += rows * row
         del parts
@@ -142,7 +143,7 @@ def file_chunks(
 
 
 def gather(out: Array, parts: Parts, window: Window, space: Workspace) -> None:
-    """Fill `out` with the window (low, high per axis) of the whole tensor."""
+    """Fill `out` with a window of the tensor that parts make up."""
     offset = 0
     low, high = window[parts.axis]
     for part in parts.tensors:
@@ -164,7 +165,7 @@ def gather(out: Array, parts: Parts, window: Window, space: Workspace) -> None:
 def _copy(target: Array, source: Array, space: Workspace) -> None:
     item = source.itemsize
     if source.ndim > 2 and item not in (source.strides[0], source.strides[-1]):
-        # The contiguous axis is an inner one, which is first or last in a part of the others.
+        # The contiguous axis is an inner one: it is first or last in slices along the others.
         for number in range(len(source)):
             _copy(target[number], source[number], space)
         return
@@ -182,7 +183,7 @@ def _copy(target: Array, source: Array, space: Workspace) -> None:
 def _transpose(target: Array, rows: Array, space: Workspace) -> None:
     """Copy `rows` (R..., P), contiguous along P, into `target` (P, R...).
 
-    Tiles pass through scratch memory: a cast row copy, then a strided one that stays in the cache.
+    Tiles pass through scratch memory: a row copy that casts, then a strided copy in the cache.
     """
     inner = math.prod(rows.shape[1:-1])
     if rows.ndim > 2 and inner > _TILE_ROWS:
@@ -201,10 +202,10 @@ def _transpose(target: Array, rows: Array, space: Workspace) -> None:
 
 
 def is_finite(raw: Bytes, data_type: str) -> bool:
-    """Return whether no value of a chunk is infinite or NaN, by comparing bits as integers.
+    """Return whether all values of a chunk are finite, by comparing their bits as integers.
 
-    Without its sign, the bits of a finite value are below infinity's. Integer maxima run at memory
-    speed: positive values are the largest signed integers, negative ones the largest unsigned.
+    Without the sign, a finite value's bits are below infinity's. Integer maxima run at memory
+    speed: the largest signed integer is a positive value, the largest unsigned a negative one.
     """
     if data_type not in _INFINITIES:
         return True

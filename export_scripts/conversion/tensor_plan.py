@@ -1,4 +1,4 @@
-"""Source of each FT tensor, with names and shapes checked before any is read."""
+"""The source of each FT tensor; names and shapes are checked before values are read."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
     "without a part such as its head"
 )
-_KEPT = (
-    "the option that keeps FP8 wants of every matrix of the layers: leave the option out, and "
-    "all weights are widened"
+_KEEPS_FP8 = (
+    "--keep-fp8 (convert.keep_fp8) needs FP8 for every matrix of the layers: leave the option out "
+    "to widen all weights"
 )
 
-Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
+Window = list[tuple[int, int]]  # a box of a tensor: (first index, end) on each axis
 
 
 @dataclass(frozen=True, eq=False)
 class TensorPlan:
-    """One tensor to write; equal to itself alone."""
+    """A tensor of the family, and its source. Compared by identity."""
 
     tensor: FTTensor
     source: TensorSource
@@ -38,11 +38,11 @@ class TensorPlan:
 
     @property
     def reads(self) -> list[tuple[str, int | None]]:
-        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
+        """(key, axis on which training ranks cut it; None: replicated) of every tensor read."""
         return [(key.format(**self.index), cut) for key, cut in self.source.reads]
 
     def pieces(self, facts: Facts, key: str) -> Sequence[Piece]:
-        """Return the pieces of a key: of a matrix in FP8 its values, or its scales."""
+        """Return the pieces of a key; of a matrix kept in FP8, its values or its scales."""
         part = self.tensor.fp8_part
         found = None if part is None else facts.fp8(key)
         return facts.pieces(key) if found is None or part is None else (found[part],)
@@ -50,7 +50,7 @@ class TensorPlan:
     def build(
         self, facts: Facts, config: FTConfig | None, read: Callable[[Piece], Any] | None = None
     ) -> Parts:
-        """Return its parts: of the values of the pieces, or of what `read` makes of them."""
+        """Return the tensor's parts from its pieces; `read` may replace the values of a piece."""
         read = read or (lambda piece: piece.load(facts.maps))
 
         def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
@@ -62,20 +62,21 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor to write: tensors of the family, whose rows follow each other, or views of them.
+    """A tensor to write: views of the family's tensors, concatenated along their rows.
 
-    Without a view it is one tensor of the family, of which a file holds a rank's share.
+    Without a view it is one tensor of the family, and a file holds a rank's share of it.
     """
 
     key: str
     pieces: tuple[tuple[TensorPlan, View | None], ...]
-    data_type: str | None = None  # None for that of its file
-    archive: Archive | None = None  # around the tensor, if it has one to itself
-    entries: int = 0  # of the first axis, each of as many pieces that follow each other; 0: pieces
+    data_type: str | None = None  # None for the file's type
+    archive: Archive | None = None  # the archive around the tensor, if there is one
+    # Size of a new first axis, whose entries have an equal number of consecutive pieces; 0: none.
+    entries: int = 0
 
     @property
     def shape(self) -> Shape:
-        """Sizes of the whole."""
+        """The shape of the whole tensor."""
         shapes = [view.shape if view else item.tensor.shape for item, view in self.pieces]
         first = shapes[0]
         if self.entries:
@@ -85,13 +86,13 @@ class WrittenTensor:
 
     @property
     def items(self) -> tuple[TensorPlan, ...]:
-        """The tensors of the family it consists of."""
+        """The tensors of the family that it consists of."""
         return tuple(dict.fromkeys(item for item, _ in self.pieces))
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file to write: a header, then its tensors, or their archives, without gaps."""
+    """A file to write: a header, and its tensors or their archives without gaps."""
 
     name: str
     tensors: tuple[WrittenTensor, ...]
@@ -101,7 +102,7 @@ class WrittenFile:
     tp_rank: int = 0
 
     def type_of(self, tensor: WrittenTensor) -> str:
-        """Return the type in which the file holds a tensor."""
+        """Return the type of a tensor in the file."""
         return tensor.data_type or self.data_type
 
 
@@ -113,7 +114,7 @@ def plan_tensors(
     *,
     tp_size: int,
 ) -> tuple[tuple[TensorPlan, ...], list[str]]:
-    """Return each tensor's source, and every missing, mis-shaped or unknown one."""
+    """Return each tensor's source, and a problem for each missing, mis-shaped or unknown one."""
     table = mapping.sources(facts, config)
     plans: list[TensorPlan] = []
     used = {facts.resolve(key) for key in mapping.copies(facts, config)}
@@ -135,9 +136,9 @@ def plan_tensors(
         absent = [key for key, _ in plan.reads if not facts.has(key)]
         if tensor.fp8_part == 0:
             wide = [key for key, _ in plan.reads if facts.has(key) and facts.fp8(key) is None]
-            stated += [f"{key} is not in FP8, which {_KEPT}" for key in wide]
+            stated += [f"{key} is not in FP8: {_KEEPS_FP8}" for key in wide]
             if not isinstance(source, Copy):
-                stated.append(f"{tensor.name} is computed of what is stored, and {_KEPT}")
+                stated.append(f"{tensor.name} is computed from stored tensors: {_KEEPS_FP8}")
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
         for key in (key for key, _ in plan.reads if ENTRY in key and facts.has(key)):
             entries.setdefault(facts.resolve(key) or "", set()).add(key)
@@ -150,7 +151,7 @@ def plan_tensors(
         if not (key in used or mapping.is_ignored(key) or request.allows(key))
     ]
     shapes += [
-        f"{key} has {facts.rows(key)} entries, of which the model has {len(found)}"
+        f"{key} has {facts.rows(key)} entries, and the model needs {len(found)}"
         for key, found in entries.items()
         if len(found) != facts.rows(key)
     ]
@@ -165,11 +166,11 @@ def plan_tensors(
 
 
 def _remedy(missing: list[str], facts: Facts) -> str:
-    """Return the remedy for missing tensors; a common prefix means a wrapper was saved."""
+    """Return the remedy for missing tensors; if all have a prefix, a wrapper was saved."""
     if facts.has_any("*_flat_param"):  # torch/distributed/fsdp/_flat_param.py
         return (
-            "it has the flat parameters of FSDP's LOCAL_STATE_DICT, whose shapes no file states: "
-            "save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            "it has the flat parameters of FSDP's LOCAL_STATE_DICT, without their shapes: save it "
+            "with SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
     wanted = missing[0].split(" ", 1)[0]
     for key in facts.keys():  # noqa: SIM118 - not a mapping
@@ -220,7 +221,7 @@ def rank_window(parts: Parts, tensor: FTTensor, tp_size: int, tp_rank: int = 0) 
     """Return one rank's share of a tensor, in the finer axes of its parts.
 
     Raises:
-        ValueError: The parts do not make the tensor, or a rank's share is not a whole number.
+        ValueError: The parts do not make up the tensor, or the ranks do not divide its axis.
     """
     fine = parts.shape
     if len({_without(part.shape, parts.axis) for part in parts.tensors}) > 1:
@@ -245,7 +246,7 @@ def whole_window(shape: Sequence[int]) -> Window:
 
 
 def _group_axes(fine: Shape, coarse: Shape) -> list[range] | None:
-    """Return the consecutive fine axes that make up each coarse one, or None if none do."""
+    """Return for each coarse axis the consecutive fine axes that make it up; None if none do."""
     groups: list[range] = []
     axis = 0
     for size in coarse:

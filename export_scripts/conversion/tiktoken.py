@@ -1,4 +1,4 @@
-"""Vocabularies of Megatron's and NeMo's TikTokenizer, of which a tokenizer.json is made.
+"""A tokenizer.json from the vocabularies of Megatron's and NeMo's TikTokenizer.
 
 Layout and defaults: megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py and NVIDIA/NeMo,
 nemo/collections/common/tokenizers/tiktoken_tokenizer.py.
@@ -25,13 +25,13 @@ _WHOLE = "tokenizer.json"
 _VOCABULARY = 1 << 17
 _SPECIAL_COUNT = 1000
 _SPECIAL = ("<unk>", "<s>", "</s>")
-_MORE_SPECIAL = (*_SPECIAL, "<mask>", "<pad>", "<cls>", "<sep>")  # of megatron-core
-# The letter that stands for each byte in byte-level vocabularies: its own, or the next free one.
+_MORE_SPECIAL = (*_SPECIAL, "<mask>", "<pad>", "<cls>", "<sep>")  # megatron-core
+# The letter for each byte in byte-level vocabularies: its own if printable, else the next free one.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _FREE = iter(range(0x100, 0x200))
 _BYTES = [chr(byte if byte in _PRINTABLE else next(_FREE)) for byte in range(256)]
 
-# Splitting of a text by Megatron's TikTokTokenizer, --tiktoken-pattern. NeMo's is the second.
+# How Megatron's TikTokTokenizer splits a text, by --tiktoken-pattern. NeMo's pattern is v2.
 _PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -44,14 +44,15 @@ def with_tiktoken(files: Files, config: Table) -> Files:
     """Return a source's tokenizer files, with a tokenizer.json in place of a list of tokens.
 
     Raises:
-        CheckpointMismatchError: The list or the settings are something else, or the ids differ.
+        CheckpointMismatchError: The list or the settings have another form, or the tokenizer.json
+            gives other IDs.
     """
     name = next((n for n in (_WHOLE, "vocab.json") if n in files and is_list(files[n])), None)
     if name is None:
         return dict(files)
     path = files[name].path
     try:
-        backend, names = _made(read_small(files[name]), config)
+        backend, names = _build(read_small(files[name]), config)
         whole = backend.to_str().encode()
     except ValueError as error:
         raise CheckpointMismatchError(
@@ -62,7 +63,7 @@ def with_tiktoken(files: Files, config: Table) -> Files:
     return {**rest, **{n: MadeFile(path, name=n, content=data) for n, data in made.items()}}
 
 
-def _made(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
+def _build(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
     tokenizer = config.get("tokenizer")
     is_nemo = isinstance(tokenizer, Mapping) and "library" in tokenizer
     stated = tokenizer if isinstance(tokenizer, Mapping) else config
@@ -89,7 +90,7 @@ def _made(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
     return backend, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        # megatron-core takes the spelling of a special token for the token, NeMo for text.
+        # A special token's spelling in a text is the token for megatron-core, and text for NeMo.
         "split_special_tokens": is_nemo,
         "unk_token": "<unk>",
         "bos_token": "<s>",
@@ -98,7 +99,7 @@ def _made(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
 
 
 def _compare(backend: "Tokenizer", tokens: Sequence[bytes], first: int) -> None:
-    """Compare ids with those that merges by rank give, and texts with themselves."""
+    """Check that probes have the IDs that merges by rank give, and decode to themselves."""
     ranks = {token: rank for rank, token in enumerate(tokens)}
     values = {letter: byte for byte, letter in enumerate(_BYTES)}
     for text in PROBES:
@@ -108,11 +109,11 @@ def _compare(backend: "Tokenizer", tokens: Sequence[bytes], first: int) -> None:
         wanted = [first + ranks[part] for part in parts]
         found = backend.encode(text, add_special_tokens=False).ids
         if found != wanted or backend.decode(found) != text:
-            raise ValueError(f"{text!r} has the ids {wanted}, {found} in a tokenizer.json")
+            raise ValueError(f"{text!r} has the IDs {wanted}, but {found} in a tokenizer.json")
 
 
 def _tokens(data: bytes, most: int) -> list[bytes]:
-    """Return the first tokens of a vocabulary, by rank. Raises ValueError where it is not one."""
+    """Return the first tokens of a vocabulary, by rank; raises ValueError for anything else."""
     try:
         entries = json.loads(data)
     except RecursionError:
@@ -130,7 +131,7 @@ def _tokens(data: bytes, most: int) -> list[bytes]:
 
 
 def _tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) -> "Tokenizer":
-    """Return the tokenizer of tokens by rank, whose ids come after those of the special ones."""
+    """Return a tokenizer of tokens by rank; special tokens have the first IDs."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     def spelled(token: bytes) -> str:
@@ -158,7 +159,7 @@ def _tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) ->
 
 
 def _merged_parts(token: bytes, ranks: Mapping[bytes, int], end: int) -> list[bytes]:
-    """Return what a run of bytes becomes by merges of ranks below `end`, the lowest rank first."""
+    """Return the tokens of some bytes after merges of ranks below `end`, lowest rank first."""
     parts = [bytes([byte]) for byte in token]
     while True:
         found = [

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder: copied whole, or made of the source's files and compared.
+"""The tokenizer of a Hugging Face folder: copied, or built from the source's files and compared.
 
-A folder that brings a Hugging Face tokenizer keeps it to the byte. Any other tokenizer becomes a
-tokenizer.json, whose ids and decoded texts are compared with those of the source's own library.
+A Hugging Face tokenizer is copied byte for byte. Any other becomes a tokenizer.json, whose IDs and
+decoded texts are compared with those of the source's library.
 """
 
 import dataclasses
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
-# --allow TOKENIZER leaves it out.
+# The user allows this name to leave the tokenizer out.
 TOKENIZER = "tokenizer"
 _WHOLE = "tokenizer.json"
 _GENERATION = "generation_config.json"
-# The one class that both transformers 4 and 5 take a tokenizer.json unchanged with.
+# The only class with which transformers 4 and 5 both use a tokenizer.json unchanged.
 _CLASS = "PreTrainedTokenizerFast"
+# Type of model -> the class that transformers 5 always loads for it.
 _FORCED = {"qwen2": "Qwen2Tokenizer"}
-# Those of a source's own settings that hold for another vocabulary, too.
+# Settings of the source that do not depend on the form of the vocabulary.
 _KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
 _MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
 _MOST_PIECES = 2000
-# Kinds of pieces that a text is not made of as of others.
+# Kinds of pieces that are not built by merging others.
 _SYMBOLS = (USER_DEFINED, CONTROL, UNUSED)
 
 
@@ -50,8 +51,8 @@ def with_tokenizer(plan: ConversionPlan) -> ConversionPlan:
         CheckpointMismatchError: The tokenizer cannot be written, and leaving it out is not allowed.
     """
     source = plan.facts.reader.path
-    rest = {name: data for name, data in plan.extra_files.items() if not _is_carried(plan, name)}
-    left = tuple(_left_behind(plan))
+    rest = {name: data for name, data in plan.extra_files.items() if not _is_tokenizer(plan, name)}
+    left = tuple(_not_copied(plan))
     try:
         files, remarks = _files(plan)
     except ValueError as error:
@@ -68,7 +69,7 @@ def with_tokenizer(plan: ConversionPlan) -> ConversionPlan:
     )
 
 
-def _is_carried(plan: ConversionPlan, name: str) -> bool:
+def _is_tokenizer(plan: ConversionPlan, name: str) -> bool:
     return name in plan.facts.tokenizer and name != _GENERATION
 
 
@@ -76,9 +77,9 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the tokenizer's files and remarks about them.
 
     Raises:
-        ValueError: The tokenizer cannot be written; every reason is a line.
+        ValueError: The tokenizer cannot be written; each line is a reason.
     """
-    files = {name: data for name, data in plan.extra_files.items() if _is_carried(plan, name)}
+    files = {name: data for name, data in plan.extra_files.items() if _is_tokenizer(plan, name)}
     if not files:
         return {}, ()
     settings = _settings(files)
@@ -88,10 +89,10 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
         _check_class(plan, settings)
     if "auto_map" in settings:
         raise ValueError(
-            f"{SETTINGS_FILE} names code of the publisher's (auto_map), which is not copied"
+            f"{SETTINGS_FILE} names the publisher's code (auto_map), which is not copied"
         )
     if _WHOLE not in files and not is_own:
-        return _made_files(plan, files, settings)
+        return _built_files(plan, files, settings)
     remarks = _check_rows(plan, json_table(files[_WHOLE], _WHOLE)) if _WHOLE in files else ()
     if _WHOLE in files and (is_given or "tokenizer_class" not in settings):
         files[SETTINGS_FILE] = json_bytes({**settings, "tokenizer_class": _CLASS})
@@ -99,20 +100,20 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
 
 
 def _check_class(plan: ConversionPlan, settings: Table) -> None:
-    """Check that transformers reads the tokenizer as its folder says.
+    """Check that transformers loads the tokenizer with the class that its folder states.
 
-    Release 5 has a class of its own for some models, whatever the folder says: see
-    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS of its tokenization_auto.py, and the class there.
+    For some models, release 5 ignores the folder's class: see
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS in its tokenization_auto.py.
 
     Raises:
-        ValueError: It does not.
+        ValueError: transformers 5 uses another class.
     """
     kind = json_table(plan.extra_files["config.json"], "config.json")["model_type"]
     own, stated = _FORCED.get(kind), str(settings.get("tokenizer_class", _CLASS))
     if own is not None and stated.removesuffix("Fast") != own:
         raise ValueError(
             f"transformers 5 loads the tokenizer of every {kind} as a {own}, which would give "
-            "other ids"
+            "other IDs"
         )
 
 
@@ -121,14 +122,14 @@ def _settings(files: Mapping[str, bytes]) -> Fields:
 
 
 def _is_huggingface(plan: ConversionPlan) -> bool:
-    """Return whether a source is, or comes from, a Hugging Face folder."""
+    """Return whether a source is a Hugging Face folder, or shards made from one."""
     reader = plan.facts.reader
     origin = reader.origin or plan.mapping.name
     return any(each.name == origin and each.format == "huggingface" for each in SOURCE_MAPPINGS)
 
 
 def _own_name(plan: ConversionPlan, name: str) -> str:
-    """Return the name of a copied file in its own folder, or where transformers looks for it."""
+    """Return a copied file's name in the source's folder, or the name that transformers reads."""
     if plan.facts.reader.format == "huggingface" and "/" not in name:
         own = plan.facts.tokenizer.get(name)
         if own is not None and own.path.parent == plan.facts.reader.home:
@@ -137,8 +138,8 @@ def _own_name(plan: ConversionPlan, name: str) -> str:
     return "spiece.model" if is_t5 and name == "tokenizer.model" else name
 
 
-def _left_behind(plan: ConversionPlan) -> Iterator[str]:
-    """Yield a remark that names the files of a Hugging Face folder which are not carried."""
+def _not_copied(plan: ConversionPlan) -> Iterator[str]:
+    """Yield a remark that names the files of a Hugging Face folder that are not copied."""
     reader = plan.facts.reader
     if reader.format != "huggingface" or not reader.home.is_dir():
         return
@@ -156,12 +157,12 @@ def _left_behind(plan: ConversionPlan) -> Iterator[str]:
 
 
 def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:
-    """Check the ids of a tokenizer.json against the embedding's rows, and return a remark.
+    """Check the IDs of a tokenizer.json against the embedding's rows.
 
-    Added tokens may lie beyond them, as those of pictures do in text-only releases.
+    Added tokens may exceed them, as tokens of images do in text-only releases; a remark names them.
 
     Raises:
-        ValueError: The vocabulary does.
+        ValueError: IDs of the vocabulary exceed the rows, or are not numbers.
     """
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -195,12 +196,12 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
     rows = _rows(plan)
     if rows is not None and last >= rows:
         raise ValueError(
-            f"the tokenizer has ids up to {last}, and the model's embedding {rows} rows: it is the "
-            "tokenizer of another model"
+            f"the tokenizer has IDs up to {last}, but the model's embedding has {rows} rows: it is "
+            "the tokenizer of another model"
         )
 
 
-def _made_files(
+def _built_files(
     plan: ConversionPlan, files: Mapping[str, bytes], settings: Table
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     backend, unknown = _compared(files, _stated_case(plan, settings))
@@ -222,8 +223,8 @@ def _made_files(
         **{key: settings[key] for key in _KEPT_SETTINGS if key in settings},
         "tokenizer_class": _CLASS,
         "clean_up_tokenization_spaces": False,
-        # A text that spells a special token stays a text, as for the source's own library; a chat
-        # template writes them for tokens.
+        # A special token's spelling in a text stays text, as in the source's library, unless a chat
+        # template writes such spellings as tokens.
         "split_special_tokens": not has_template,
         **names,
     }
@@ -232,36 +233,36 @@ def _made_files(
 
 
 def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
-    """Return whether a source says that its WordPiece lowers texts; None if it does not say."""
+    """Return whether a source states that its WordPiece lowercases texts; None if not stated."""
     own = plan.facts.config.get("tokenizer")
     kind = own.get("type") if isinstance(own, Mapping) else plan.facts.config.get("tokenizer_type")
-    # NeMo and Megatron-LM have BertWordPieceCase and BertWordPieceLowerCase.
+    # BertWordPieceCase or BertWordPieceLowerCase in NeMo and Megatron-LM.
     stated = str(kind).endswith("LowerCase") if str(kind).endswith("Case") else None
     flag = settings.get("do_lower_case")
     return flag if isinstance(flag, bool) else stated
 
 
 def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> tuple["Tokenizer", str | None]:
-    """Return the tokenizer that a source's files make, and its token for the unknown.
+    """Return a tokenizer built from a source's files, and its unknown token.
 
-    That of a SentencePiece model is compared with the library. GPT-2's byte pairs, which the
-    source's library computes by the same rules, have to give back each text.
+    A SentencePiece model is compared with its library. GPT-2's byte pairs, which the source's
+    library computes by the same rules, must decode to each text.
 
     Raises:
-        ValueError: It differs, or the files make none that the tokenizers library can compute.
+        ValueError: The result differs, or the tokenizers library has no equal.
     """
     problems: list[str] = []
     try:
-        backend, unknown = _made(files, is_lower, problems)
+        backend, unknown = _build(files, is_lower, problems)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the library ends in a panic, too, which is not an Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         raise ValueError(f"its tokenizer has no equal in a tokenizer.json: {error}") from error
     refuse(problems)
     return backend, unknown
 
 
-def _made(
+def _build(
     files: Mapping[str, bytes], is_lower: bool | None, problems: list[str]
 ) -> tuple["Tokenizer", str | None]:
     unknown = None
@@ -269,26 +270,29 @@ def _made(
         from sentencepiece import SentencePieceProcessor
 
         data = files["tokenizer.model"]
-        model, own = read_sentencepiece(data), SentencePieceProcessor(model_proto=data)
+        model, reference = read_sentencepiece(data), SentencePieceProcessor(model_proto=data)
         backend = fast_tokenizers.sentencepiece_tokenizer(model)
-        unknown = own.id_to_piece(own.unk_id())
+        unknown = reference.id_to_piece(reference.unk_id())
         backend.encode_special_tokens = True
-        problems += _differences(backend, own, (*PROBES, *_piece_probes(model)))
+        problems += _differences(backend, reference, (*PROBES, *_piece_probes(model)))
     elif {"vocab.json", "merges.txt"} <= files.keys():
         backend = fast_tokenizers.gpt2_tokenizer(files["vocab.json"], files["merges.txt"].decode())
         backend.encode_special_tokens = True
-        problems += _lost(backend)
+        problems += _round_trip_problems(backend)
     elif "vocab.txt" in files:
         backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"], is_lower=is_lower)
         unknown = "[UNK]"
     else:
-        raise ValueError(f"{first_names(sorted(files))} make none")
+        raise ValueError(f"{first_names(sorted(files))} are not a tokenizer's vocabulary")
     backend.encode_special_tokens = True
     return backend, unknown
 
 
-def _lost(backend: "Tokenizer") -> list[str]:
-    """Return the texts that a tokenizer of bytes does not give back, none if it lacks a byte."""
+def _round_trip_problems(backend: "Tokenizer") -> list[str]:
+    """Return a problem for each text that a byte-level tokenizer does not decode to itself.
+
+    One that lacks a byte is not checked.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
 
     if not backend.get_vocab().keys() >= {*ByteLevel.alphabet()}:
@@ -301,7 +305,7 @@ def _lost(backend: "Tokenizer") -> list[str]:
 
 
 def _piece_probes(model: Any) -> Iterator[str]:
-    """Yield texts of a SentencePiece model's own symbols and pieces."""
+    """Yield texts made of a SentencePiece model's symbols and pieces."""
     special = fast_tokenizers.piece_texts(model, *_SYMBOLS)[:_MOST_PIECES]
     pieces = fast_tokenizers.piece_texts(model, NORMAL)
     usual = pieces[:: max(1, len(pieces) // _MOST_PIECES)]
@@ -314,24 +318,24 @@ def _piece_probes(model: Any) -> Iterator[str]:
 
 
 def _differences(
-    backend: "Tokenizer", own: "SentencePieceProcessor", texts: Iterable[str]
+    backend: "Tokenizer", reference: "SentencePieceProcessor", texts: Iterable[str]
 ) -> list[str]:
-    """Return where the ids of a text, or the text of its ids, differ from the source's."""
+    """Return a problem for each text whose IDs, or their decoded text, differ from the source's."""
     found = []
     for text in texts:
-        ids, wanted = backend.encode(text, add_special_tokens=False).ids, own.encode(text)
+        ids, wanted = backend.encode(text, add_special_tokens=False).ids, reference.encode(text)
         back = backend.decode(wanted, skip_special_tokens=False)
         if ids != wanted:
             found.append(
-                f"{text!r:.80} has the ids {_shown(wanted)} in sentencepiece, {_shown(ids)}"
+                f"{text!r:.80} has the IDs {_shown(wanted)} in sentencepiece, {_shown(ids)}"
             )
-        elif back != own.decode(wanted):
+        elif back != reference.decode(wanted):
             found.append(
-                f"{text!r:.80} comes back as {own.decode(wanted)!r:.80} from sentencepiece, as "
+                f"{text!r:.80} is decoded as {reference.decode(wanted)!r:.80} by sentencepiece, "
                 f"{back!r:.80}"
             )
     more = len(found) - _MOST_DIFFERENCES
-    return [f"{each} in a tokenizer.json made of it" for each in found[:_MOST_DIFFERENCES]] + (
+    return [f"{each} in a tokenizer.json made from it" for each in found[:_MOST_DIFFERENCES]] + (
         [f"{more} more texts differ"] if more > 0 else []
     )
 
@@ -344,7 +348,7 @@ def _shown(ids: Sequence[int]) -> str:
 def _special_names(
     plan: ConversionPlan, unknown: str | None, special: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return the settings that name the special tokens, of those that are some."""
+    """Return the settings that name special tokens: (`bos_token` etc. -> text)."""
     known, fields = plan.facts.special_ids(), vars(plan.config)
     texts = {index: text for text, index in special.items()}
     ids = {
@@ -367,7 +371,7 @@ def _add_markers(
     special: Mapping[str, int],
     names: Mapping[str, str],
 ) -> None:
-    """Have the tokenizer put the markers around a text that the family or its settings want."""
+    """Make the tokenizer add the tokens around a text that the family or its settings require."""
     from tokenizers import processors
 
     family = plan.mapping.family.name
@@ -376,7 +380,7 @@ def _add_markers(
         ("eos_token", settings.get("add_eos_token", family.startswith("t5"))),
     )
     if missing := [name for name, is_wanted in wanted if is_wanted and name not in names]:
-        raise ValueError(f"a text needs its {', '.join(missing)}, which the vocabulary lacks")
+        raise ValueError(f"the vocabulary lacks {', '.join(missing)}, which every text needs")
     before, after = ([names[name]] if is_wanted else [] for name, is_wanted in wanted)
     if family == "bert" and {"[CLS]", "[SEP]"} <= special.keys():
         before, after = ["[CLS]"], ["[SEP]"]

@@ -1,4 +1,4 @@
-"""Texts that tell tokenizers apart, whatever the tokenizer."""
+"""Texts for which different tokenizers give different IDs."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Archives of torch.save, and pickles of torch's objects, written without torch.
 
-Layout: pytorch, torch/serialization.py; the zip64 form of PKWARE's APPNOTE 6.3, which torch writes
-for tensors of 4 GiB, serves all sizes.
+Layout: pytorch, torch/serialization.py. All sizes are written in the zip64 form of PKWARE's APPNOTE
+6.3, which torch writes for tensors of 4 GiB.
 """
 
 import pickle
@@ -12,11 +12,10 @@ from typing import Any
 
 from foundations.files.checksum import crc32
 
-# torch aligns the values of a tensor so.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of a tensor's values, as in torch
 _PADDING_ID = 0x4246
-_VERSION = 45  # of zip64
-_DATE = 0x21  # the first that zip has, 1980-01-01
+_VERSION = 45  # zip64
+_DATE = 0x21  # 1980-01-01, zip's first date
 _CRC_FOLLOWS = 8
 _IN_ZIP64 = 0xFFFFFFFF
 
@@ -27,7 +26,7 @@ class Global(str):
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """An object: what a function returns for arguments, or one of a class with a state."""
+    """An object that a pickle builds: a function's result, or an instance with a state."""
 
     function: str
     arguments: tuple[Any, ...] = ()
@@ -38,7 +37,7 @@ class Made:
 class StoredValues:
     """A reference to the values of a tensor."""
 
-    kind: str  # class of torch
+    kind: str  # torch's storage class
     count: int
 
 
@@ -68,7 +67,7 @@ def _opcodes(value: Any) -> Iterator[bytes]:
         yield from (b"](", *_each(value), b"e")
     elif isinstance(value, tuple):
         yield from (b"(", *_each(value), b"t")
-    else:  # without protocol and end
+    else:  # without the opcodes of protocol and end
         yield pickle.dumps(value, 2)[2:-1]
 
 
@@ -79,16 +78,16 @@ def _each(values: Iterable[Any]) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive of one object: a tensor, whose values lie in the middle, or one without any."""
+    """An archive of one object: a tensor with its values, or an object without tensors."""
 
     content: Any
-    value_bytes: int = 0  # of the tensor
-    offset: int = 0  # at which the archive begins in its file
+    value_bytes: int = 0  # size of the tensor's values
+    offset: int = 0  # offset of the archive in its file
 
     def parts(self, crc: int = 0) -> tuple[bytes, bytes]:
-        """Return what comes before the values, and after those of a checksum.
+        """Return the bytes before and after the values, whose checksum is `crc`.
 
-        No size depends on the checksum.
+        Their sizes do not depend on the checksum.
         """
         files = {"data.pkl": pickled(self.content), "byteorder": b"little", "version": b"3\n"}
         before, directory = b"", b""
@@ -116,9 +115,10 @@ class Archive:
 def _member(
     name: str, size: int, crc: int, at: int, *, padding: int | None = None
 ) -> tuple[bytes, bytes]:
-    """Return a file's header, and its entry in the directory.
+    """Return a member's local header and its entry in the directory.
 
-    With padding its contents, and after these the checksum, follow from elsewhere.
+    With padding, the contents follow the header, and a data descriptor with the checksum follows
+    the contents.
     """
     path, sizes = f"archive/{name}".encode(), struct.pack("<2H2Q", 1, 16, size, size)
     facts = (_VERSION, 0 if padding is None else _CRC_FOLLOWS, 0, 0, _DATE)

@@ -1,8 +1,8 @@
-"""The plan of a torch_dist checkpoint, from which Megatron-LM trains on.
+"""The plan of a torch_dist checkpoint, from which Megatron-LM continues training.
 
-The tensors are those of a Megatron-LM checkpoint, by the inverse of its mapping, in the files that
-megatron-core's dist_checkpointing reads: a torch.save archive for each layer of each tensor, found
-through torch's index. Layout: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py.
+The tensors are those of a Megatron-LM checkpoint, by the inverse of its mapping, in files that
+megatron-core's dist_checkpointing reads: a torch.save archive for each layer of each tensor, and
+torch's index. Layout: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from export_scripts.checkpoints.megatron import LATEST_NAME, RELEASE
 from export_scripts.checkpoints.megatron_layers import as_gpt_model
 from export_scripts.conversion.huggingface import (
     Candidates,
-    chosen_form,
+    choose_candidate,
     grouped,
     written_mappings,
 )
@@ -36,20 +36,20 @@ _STORAGES = {"fp32": "FloatStorage", "fp16": "HalfStorage", "bf16": "BFloat16Sto
 _METADATA = "torch.distributed.checkpoint.metadata."
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\bmlp\.experts\.local_experts\.(\d+)\.")
-# Modules with a state of Transformer Engine, which is empty without FP8.
+# Modules for which Transformer Engine saves an extra state, empty without FP8.
 _STATEFUL = re.compile(r"^(?!embedding\.)(.+(?<!\.router))\.(?:layer_norm_)?weight$")
-# HybridModel's head has one, tied or not.
+# HybridModel's head has an extra state, tied or not.
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"
 _QKV, _ATTENTION = ".linear_qkv", ".core_attention"
 
-# Arguments of a run, not of its model, that Megatron-LM reads in a checkpoint.
+# Arguments of a run, not of its model, that Megatron-LM reads from a checkpoint.
 _RUN: Table = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "data_parallel_random_init": False,
     "tokenizer_type": "HuggingFaceTokenizer",
 }
-# Switches with a name of their own, and those without one.
+# Arguments whose switch turns them off -> the switch; and those without a switch if they are on.
 _SWITCHED_OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
@@ -60,31 +60,31 @@ _SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 
 
 class _Place(NamedTuple):
-    """The place of a tensor: its name, and its number on each axis along which some are stacked."""
+    """The place of a tensor in a stacked one: name, and index and size of each stacked axis."""
 
     name: str
     numbers: Shape
     counts: Shape
 
     def state(self, module: str) -> str:
-        """Return the key of the state of a module with the tensor."""
+        """Return the key of the extra state of a module that has the tensor."""
         axes = (self.numbers, self.counts) if self.numbers else ((0,), (1,))
         return f"{module}._extra_state/shard_{'_'.join('.'.join(map(str, each)) for each in axes)}"
 
     def box(self, shape: Shape) -> tuple[Shape, Shape]:
-        """Return where a tensor of a shape begins in the whole, and its sizes there."""
+        """Return the offset and the shape of a tensor in the stacked one."""
         return (*self.numbers, *(0 for _ in shape)), (*(1 for _ in self.numbers), *shape)
 
 
 def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
-    """Return the plan of the torch_dist checkpoint that a planned source becomes.
+    """Return the plan of a torch_dist checkpoint from the plan of its source.
 
     Raises:
         CheckpointMismatchError: No arguments of Megatron-LM express the model; every reason is
             listed.
     """
     try:
-        mapping, args, tensors = chosen_form(source, "Megatron-LM", _candidates)
+        mapping, args, tensors = choose_candidate(source, "Megatron-LM", _candidates)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(source.facts.with_paths(error.problems)) from error
     request, config = source.request, vars(source.config)
@@ -94,7 +94,7 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     names = {key: _hybrid_name(key) if is_hybrid else key for key in own}
     if is_hybrid:
         args = _hybrid_arguments(source, args, own, names)
-    # Layers of one kind are stacked. megatron/core/transformer/transformer_block.py
+    # Layers are stacked if all are alike. megatron/core/transformer/transformer_block.py
     is_stacked = not is_hybrid and "moe_layer_freq" not in args
     places = {
         tensor.key: _place(names[key], args, is_stacked=is_stacked) for key, tensor in own.items()
@@ -105,7 +105,8 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
-    # Newer releases of megatron-core read the second in place of a file.
+    # An empty extra state, and the common state, which newer releases of megatron-core read here
+    # and not in a file.
     objects = [b"".join(Archive([each]).parts()) for each in (None, common)]
     header = b"".join(objects)
     files: list[WrittenFile] = []
@@ -165,10 +166,10 @@ def _candidates(source: ConversionPlan, is_tied: bool) -> Candidates:
 def _hybrid_arguments(
     source: ConversionPlan, args: Table, tensors: Mapping[str, WrittenTensor], names: Table
 ) -> Fields:
-    """Return the arguments of HybridModel, in which each half of a layer is one of its own.
+    """Return the arguments of HybridModel, whose layers are halves of GPTModel's.
 
     Raises:
-        CheckpointMismatchError: It lacks a trait that GPTModel has.
+        CheckpointMismatchError: HybridModel does not support a setting of the model.
     """
     path, count = source.facts.reader.path, args["num_layers"]
     if args.get("qk_layernorm"):
@@ -195,7 +196,7 @@ def _hybrid_arguments(
 
 
 def _hybrid_name(key: str) -> str:
-    """Return HybridModel's name of a tensor of GPTModel."""
+    """Return HybridModel's name for a tensor of GPTModel."""
     if match := _LAYER.match(key):
         is_attention = match[2].startswith(("self_attention.", "input_layernorm."))
         return f"decoder.layers.{2 * int(match[1]) + (not is_attention)}.{match[2]}"
@@ -215,7 +216,7 @@ def _place(name: str, args: Table, *, is_stacked: bool) -> _Place:
 
 
 def _tensor(shape: Shape, kind: str) -> Made:
-    """Return a tensor whose values are the storage of its archive."""
+    """Return a tensor whose values are its archive's storage."""
     storage = StoredValues(f"torch.{_STORAGES[kind]}", math.prod(shape))
     rest = (0, shape, strides(shape), False, Made("collections.OrderedDict"))
     return Made("torch._utils._rebuild_tensor_v2", (storage, *rest))
@@ -227,9 +228,9 @@ def _index(
     entries: Mapping[tuple[str, Shape], tuple[str, int, int]],
     objects: Sequence[bytes],
 ) -> Made:
-    """Return torch's index of the tensors, and of what begins each file.
+    """Return torch's index of the tensors, and of the objects at the beginning of the first file.
 
-    That is one state for all modules, and what a checkpoint holds other than tensors.
+    These are the extra state, which all modules share, and the common state.
     """
 
     def size(values: Shape) -> Made:
@@ -289,7 +290,7 @@ def _index(
 
 
 def _switches(args: Table) -> list[str]:
-    """Return the model's arguments as switches of Megatron-LM's programs."""
+    """Return the model's arguments as command-line switches of Megatron-LM."""
     found = []
     for name, value in args.items():
         switch = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""A model without the rows of its vocabulary that training added, so that ranks divide it.
+"""Removal of the rows that training added to the vocabulary so that ranks divide it.
 
 Megatron pads to a multiple of 128 times the tensor-parallel ranks (`make_vocab_size_divisible_by`).
 """
@@ -21,25 +21,25 @@ from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError
 
 OF_TOKENIZER = "tokenizer"
-# Ends of names of what has a row for each token, after transformers' embeddings and heads.
+# Suffixes of tensors with a row for each token; transformers' embeddings and heads come first.
 _TABLES = (
     *TIED_TABLES, "output_layer.weight", "output_layer.bias", "lm_head.bias", "embed_out.bias",
     "tokens_head.bias", "predictions.bias",
 )  # fmt: skip
-# Settings that state the rows: of transformers, of Megatron-LM.
+# Format -> settings that state the number of rows.
 _SIZES = {"huggingface": ("vocab_size",), "megatron": ("padded_vocab_size",)}
 
 
 def with_vocabulary(
     reader: CheckpointReader, stated: str | None, tokenizer: Files
 ) -> CheckpointReader:
-    """Return a model with as many rows of its vocabulary as stated, or as its tokenizer has ids.
+    """Return a model with as many rows of its vocabulary as stated, or as its tokenizer has IDs.
 
-    A table that is not known as one keeps its rows, and is then refused for its shape.
+    A table of tokens that is not recognised keeps its rows, and is refused later for its shape.
 
     Raises:
-        CheckpointMismatchError: The size is neither, exceeds the model's, or is below that of its
-            tokenizer; there is no tokenizer to take it of.
+        CheckpointMismatchError: The size is not a number or `tokenizer`, exceeds the model's, or is
+            below the tokenizer's; or there is no tokenizer.
     """
     if stated is None:
         return reader
@@ -48,14 +48,14 @@ def with_vocabulary(
     if not size:
         raise CheckpointMismatchError(
             f"{reader.path}: --vocabulary={stated}: expected a positive number"
-            + ("; it has no tokenizer that could say" if needed is None else f" or {OF_TOKENIZER}")
+            + ("; it has no tokenizer" if needed is None else f" or {OF_TOKENIZER}")
         )
     tables = {name: pieces for name, pieces in reader.tensors.items() if name.endswith(_TABLES)}
     rows = max((_rows(pieces) for pieces in tables.values()), default=0)
     if not (needed or 0) <= size <= rows:
         raise CheckpointMismatchError(
-            f"{reader.path}: --vocabulary={stated} keeps {size} rows: expected {needed or 1}, the "
-            f"ids of its tokenizer, to {rows}, the rows of the model"
+            f"{reader.path}: --vocabulary={stated} keeps {size} rows: expected from {needed or 1} "
+            f"(IDs of the tokenizer) to {rows} (rows of the model)"
         )
     kept = {name: _first(pieces, size) for name, pieces in tables.items() if _rows(pieces) == rows}
     sizes = {key: size for key in _SIZES.get(reader.format, ()) if key in reader.config}
@@ -72,7 +72,7 @@ def _rows(pieces: Pieces) -> int:
 
 
 def _first(pieces: Pieces, size: int) -> Pieces:
-    """Return the pieces of the first `size` rows, as many as there were."""
+    """Return as many pieces, with the first `size` rows of all."""
     kept: list[Piece] = []
     for piece in pieces:
         rows = min(piece.shape[0], size)
@@ -89,7 +89,7 @@ def _cut(piece: Piece, rows: int) -> Piece:
 
 
 def _ids(files: Files) -> int | None:
-    """Return the number of ids of a tokenizer, by its files' names in the FT folder."""
+    """Return a tokenizer's number of IDs; `files` are by their names in the FT folder."""
     if "tokenizer.json" in files:
         table = json_file(files["tokenizer.json"])
         model = table.get("model")

@@ -1,7 +1,7 @@
 """The loop over a plan's tensors: read, rearrange, cast, split, write.
 
-Threads suffice as workers: copies, casts, checksums and writes all run outside the interpreter
-lock, and all workers share one mapping of the source.
+Workers are threads: copies, casts, checksums and writes release the interpreter lock, and all
+workers share one mapping of the source.
 """
 
 import concurrent.futures
@@ -40,11 +40,11 @@ class Counter:
     # Called with (done, total) after every change, one call at a time.
     progress: Callable[[int, int], None] | None
     total: int  # bytes of all weight files
-    done: int  # bytes complete, those of an earlier run included
+    done: int  # bytes written, by this run and an earlier one
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, count: int) -> None:
-        """Count bytes that are written."""
+        """Add written bytes."""
         with self._lock:
             self.done += count
             if self.progress is not None:
@@ -52,16 +52,16 @@ class Counter:
 
 
 def write_files(plan: ConversionPlan, writer: FTWriter, counter: Counter) -> list[str]:
-    """Write every missing file of weights; return the problems of the values.
+    """Write every missing file of weights; return problems of the values.
 
-    The first other exception ends all workers, and is raised.
+    Any other error stops all workers, and is raised.
     """
     stopping = threading.Event()
     groups = [_Group(plan, files, writer, counter, stopping) for files in plan.files]
     pool = concurrent.futures.ThreadPoolExecutor(plan.request.processes, "convert")
     try:
-        # Source order: reads go forward, and a layer's small tensors come between its large ones,
-        # which keeps the disk busy.
+        # In the order of the source, reads are sequential, and a layer's small tensors come between
+        # its large ones, which keeps the disk busy.
         futures = [pool.submit(group.write) for group in sorted(groups, key=_Group.place)]
         done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in done:
@@ -74,7 +74,7 @@ def write_files(plan: ConversionPlan, writer: FTWriter, counter: Counter) -> lis
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
-    """Return a tensor's parts: views of the source's files unless a value is computed.
+    """Return a tensor's parts: views of the source's files, unless values are computed.
 
     Raises:
         CheckpointMismatchError: Stored values contradict each other.
@@ -89,33 +89,33 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
 
 @dataclass
 class _Group:
-    """Files of the same tensors, which one worker writes."""
+    """Files that hold the same tensors, written by one worker."""
 
     plan: ConversionPlan
     files: Sequence[WrittenFile]
     writer: FTWriter
     counter: Counter
-    stopping: threading.Event  # set once another worker has failed
-    problems: list[str] = field(default_factory=list)  # known after `write`
-    # Tensors of the family, with the parts that were made of their sources.
+    stopping: threading.Event  # set after another worker has failed
+    problems: list[str] = field(default_factory=list)  # complete after `write`
+    # Tensors of the family -> parts built from their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
-    _is_finite: bool = True  # whether all values written of the present tensor are
-    _checksum: int = 0  # of these values
+    _is_finite: bool = True  # whether the current tensor's values are finite so far
+    _checksum: int = 0  # checksum of these values
 
     def place(self) -> tuple[str, int]:
-        """Return the file and offset at which the first tensor begins in the source."""
+        """Return (file, offset) of the first tensor in the source."""
         read = self._read(self.files[0].tensors[0].items[0])
         return next(((str(stored.path), stored.offset) for _, stored in read), ("", 0))
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
+        """Yield (key, stored tensor) of everything read for a tensor, but only one replica."""
         for key, cut in item.reads:
             pieces = item.pieces(self.plan.facts, key)
             for piece in pieces[:1] if cut is None else pieces:
                 yield from ((key, stored) for stored in piece.stored)
 
-    def _damage(self, item: TensorPlan) -> list[str]:
-        """Return a problem for everything read for a tensor that differs from its checksum."""
+    def _checksum_problems(self, item: TensorPlan) -> list[str]:
+        """Return a problem for each source of a tensor that does not match its checksum."""
         name = item.tensor.name
         maps = self.plan.facts.maps
         for _, piece in self._read(item):
@@ -128,7 +128,7 @@ class _Group:
         ]
 
     def _forget(self, item: TensorPlan) -> None:
-        """Drop the source's pages, which keeps memory independent of the model's size."""
+        """Drop the source's pages, so that memory does not grow with the model."""
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
@@ -152,7 +152,7 @@ class _Group:
         ]
 
     def _counted(self, chunk: memoryview) -> memoryview:
-        """Return a chunk that is about to be written.
+        """Count a chunk that is about to be written, and return it.
 
         Raises:
             CancelledError: Another worker has failed.
@@ -163,49 +163,49 @@ class _Group:
         return chunk
 
     def write(self) -> None:
-        """Write the missing files; note the problems of the first whose values are not sound."""
+        """Write the missing files, up to the first with bad values; its problems are recorded."""
         try:
             for file in self.files:
                 if file.name not in self.writer.records:
                     self._write(file)
         except CheckpointMismatchError as error:
             self.problems = error.problems
-        self._keep(())
+        self._release_except(())
 
     def _write(self, file: WrittenFile) -> None:
         has_archives = file.tensors[0].archive is not None
 
-        def look(raw: Bytes, kind: str) -> None:
+        def inspect(raw: Bytes, kind: str) -> None:
             self._is_finite = self._is_finite and is_finite(raw, kind)
             if has_archives:
                 self._checksum = crc32(raw, self._checksum)
 
         facts = {} if file.header else {"tensor": file.tensors[0].key}
-        chunks = file_chunks(self._pieces(file), file.size_bytes, look)
+        chunks = file_chunks(self._pieces(file), file.size_bytes, inspect)
         self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
     def _pieces(self, file: WrittenFile) -> Iterator[bytes | tuple[Parts, Window, str]]:
-        """Yield what follows each other in a file.
+        """Yield the pieces of a file, for `file_chunks`.
 
-        What a tensor is made of is kept for the next one or the next file, if that has the same.
+        The parts of a tensor stay built for the next tensor or file if that needs them, too.
 
         Raises:
-            CheckpointMismatchError: After the last, if what was read is damaged or what was written
-                is not finite: no later run may take the file for a complete one.
+            CheckpointMismatchError: After the last piece, if a source is damaged or values are not
+                finite, so that no later run takes the file for a complete one.
         """
         problems: list[str] = []
         if file.header:
             yield file.header
         for tensor in file.tensors:
-            self._keep(tensor.items)
+            self._release_except(tensor.items)
             self._is_finite, self._checksum = True, 0
             if tensor.archive:
                 yield tensor.archive.parts()[0]
             for number, (item, view) in enumerate(tensor.pieces):
-                if number:  # All experts of a layer do not fit into memory.
-                    self._keep([each for each, _ in tensor.pieces[number:]])
+                if number:  # all experts of a layer would not fit into memory
+                    self._release_except([each for each, _ in tensor.pieces[number:]])
                 if item not in self._built:
-                    problems += self._damage(item)
+                    problems += self._checksum_problems(item)
                     self._built[item] = build_parts(self.plan, item)
                 parts = self._built[item]
                 if view is not None:
@@ -221,15 +221,15 @@ class _Group:
             problems += self._value_problems(tensor, file.type_of(tensor))
         refuse(problems)
 
-    def _keep(self, items: Sequence[TensorPlan]) -> None:
-        """Forget what is no longer needed."""
+    def _release_except(self, items: Sequence[TensorPlan]) -> None:
+        """Release the parts and pages of all tensors but `items`."""
         for item in self._built.keys() - items:
             del self._built[item]
             self._forget(item)
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
-    """Return the largest finite magnitude of the source and its number of non-finite values."""
+    """Return the source's largest finite magnitude, and its number of non-finite values."""
     largest, bad = 0.0, 0
     for part in parts.tensors:
         flat = part.ravel(order="K")

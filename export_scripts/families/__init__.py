@@ -1,5 +1,5 @@
-"""The model families: what a folder of shards holds, and how each source becomes one.
+"""The model families: the contents of an FT folder, and the mappings of sources to it.
 
-A family of one file is here, one of several in a folder of its own; `table` lists them. Containers
-of source tensors are in `checkpoints`, files of the result in `ft`.
+A family is a module or a subfolder here; `table` lists them. Containers of source tensors are in
+`checkpoints`, files of the result in `ft`.
 """

@@ -1,4 +1,4 @@
-"""The BERT layout and Hugging Face's BERT: the transformer layers alone.
+"""The BERT layout, and Hugging Face's BERT as its source: only the transformer layers.
 
 Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 line). Source names:
 transformers, models/bert/modeling_bert.py.
@@ -24,8 +24,8 @@ LAYER = "model.encoder.layer.{layer}."
 class BertConfig(FTConfig):
     """config.ini [bert].
 
-    The loader reads neither layer_norm_eps (it assumes 1e-6) nor exact_gelu (it always takes the
-    tanh form); engines that do match the original model to rounding.
+    FT's loader ignores layer_norm_eps (it assumes 1e-6) and exact_gelu (it always computes the tanh
+    form); an engine that reads them matches the original model to rounding.
     """
 
     SECTION: ClassVar[str] = "bert"
@@ -49,7 +49,7 @@ class BertConfig(FTConfig):
         return self.head_num * self.size_per_head
 
     def architecture(self) -> EncoderArchitecture:
-        """Return the encoder; a gate is refused too."""
+        """Return the encoder; a gated activation is refused, too."""
         activation, gated = activation_choice(self.activation_type)
         if gated:
             raise ValueError(f"activation_type = {self.activation_type}: BERT folders hold no gate")
@@ -65,7 +65,7 @@ BERT = ModelFamily(name="bert", model_type="bert", config=BertConfig, layout=LAY
 
 _PREFIX = "bert."
 _HF = _PREFIX + "encoder.layer.{layer}."
-# Everything around the layers, and the heads of tasks.
+# Everything outside of the layers, and the heads of tasks.
 _IGNORED = ("*embeddings.*", "*pooler.*", "cls.*", "classifier.*", "qa_outputs.*")
 
 _SETTINGS = HuggingFaceSettings(

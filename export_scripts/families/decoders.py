@@ -1,4 +1,4 @@
-"""Decoders in Hugging Face's form, from the table next to this module."""
+"""Decoders in Hugging Face's form, from the table `decoders.yaml`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +20,8 @@ from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
 from foundations.files.yaml_content import read_own_table
 
-_OF_GPT = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
-_FAMILIES = {each.name: each for each in (*_OF_GPT, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
+_FT_FAMILIES = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
+_FAMILIES = {each.name: each for each in (*_FT_FAMILIES, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
 _TRAITS = {
     **operations.TRAITS,
     **mixture.TRAITS,
@@ -30,7 +30,7 @@ _TRAITS = {
     "gptneox": gptneox.SETTINGS,
     "nemotron_h": hybrid.SETTINGS,
 }
-# Sources of tensors, and warnings.
+# Functions for `sources`, which return sources of tensors, and for `warnings`.
 _FUNCTIONS = {
     "none": lambda *_: [],
     "no sources": lambda *_: {},
@@ -48,21 +48,21 @@ _FUNCTIONS = {
 }
 
 
-def _whole(name: str, records: Mapping[str, Table]) -> Fields:
-    """Return a record with what its base has, which it states otherwise in part."""
+def _with_base(name: str, records: Mapping[str, Table]) -> Fields:
+    """Return a record merged into its base; a null removes an entry of a table."""
     own = dict(records[name])
-    base = _whole(own.pop("base"), records) if "base" in own else {}
+    base = _with_base(own.pop("base"), records) if "base" in own else {}
     for key, value in own.items():
         if isinstance(value, dict):
-            both = {**base.get(key, {}), **value}
-            own[key] = {name: each for name, each in both.items() if each is not None}
+            merged = {**base.get(key, {}), **value}
+            own[key] = {name: each for name, each in merged.items() if each is not None}
     return {**base, **own}
 
 
 def _flag(name: str, table: Mapping[Any, Any]) -> Trait:
-    """Return the trait of a boolean: the fields if it is true, and those if it is false."""
+    """Return the trait of a boolean setting; the table has fields for true, false, or both."""
     fields: dict[bool, Fields] = {value: table.get(value, {}) for value in (True, False)}
-    shown = bool(fields[True])  # the value that its fields show
+    shown = bool(fields[True])  # the value whose fields identify it
 
     def read(settings: Settings, _: Fields) -> Table:
         return fields[settings.flag(name, default=table.get("default", False))]
@@ -80,7 +80,7 @@ def _decoder(
     fields = _as_tuples(record)
     fields["family"] = family = _FAMILIES[fields.get("family", DENSE.name)]
     names = fields.get("names", {})
-    if family not in _OF_GPT and "model.wpe" not in names:
+    if family not in _FT_FAMILIES and "model.wpe" not in names:
         names = {**usual, **names}
     fields["names"] = _as_tuples(names)
     words = fields.get("keys", "*llama").split()
@@ -89,11 +89,11 @@ def _decoder(
         fields[name] = _FUNCTIONS[fields[name]]
     if (window := fields.get("window")) is not None:
         rule = window.get("slides")
-        slides = operations.slides_of(*rule) if rule else None
+        slides = operations.window_rule(*rule) if rule else None
         fields["window"] = Window(**{**window, "slides": slides})
     flags = (_flag(*each) for each in fields.pop("flags", {}).items())
     fields["traits"] = (*flags, *(_TRAITS[name] for name in fields.get("traits", ())))
-    kind = HuggingFaceDecoder if family in _OF_GPT else DenseDecoder
+    kind = HuggingFaceDecoder if family in _FT_FAMILIES else DenseDecoder
     return kind(model_type=model_type, **fields)
 
 
@@ -105,11 +105,11 @@ def _mappings() -> dict[str, SourceMapping]:
     records = read_own_table(Path(__file__).with_suffix(".yaml"))
     lists, usual = records.pop(".keys"), known_names()["huggingface"]
     return {
-        name: _decoder(name, _whole(name, records), lists, usual).mapping()
+        name: _decoder(name, _with_base(name, records), lists, usual).mapping()
         for name in records
         if not name.startswith(".")
     }
 
 
-# By model_type, in the order of the table.
+# model_type -> mapping, in the order of the table.
 DECODERS = _mappings()

@@ -1,7 +1,7 @@
-"""The GPT-J layout: rotary positions, one layernorm that feeds both attention and MLP.
+"""The GPT-J layout: rotary positions, and one layernorm for both attention and MLP.
 
 Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.cc (5.3 line).
-CodeGen computes the same with its projections in another order.
+CodeGen computes the same, with its projection's rows in another order.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class GPTJConfig(DecoderConfig):
     SECTION: ClassVar[str] = "gptj"
 
     rotary_embedding: int  # dimensions of each head that are rotated
-    # Not an FT key (NVIDIA's runtime always computes with 1e-6): the model's own value.
+    # Not an FT key, as NVIDIA's runtime always uses 1e-6: the model's value.
     layernorm_eps: float = 1e-6
 
     def architecture(self) -> DecoderArchitecture:
@@ -42,7 +42,7 @@ GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=la
 
 
 def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:
-    """Return the dimensions of a head that are rotated, or 0 after noting a problem."""
+    """Return the number of rotated dimensions of a head, or 0 after noting a problem."""
     problems = unrotatable(name, dims, size_per_head)
     for problem in problems:
         settings.note(problem)
@@ -50,10 +50,10 @@ def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int)
 
 
 def _read(settings: Settings, values: Table) -> Fields:
-    # All that FT computes a GPT-J with.
+    # The activations that FT's GPT-J computes.
     tanh = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each == ("Gelu", False)}
     settings.activation("activation_function", default="gelu_new", known=tanh)
-    # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
+    # transformers rotates whole heads if the key is null, and 64 dimensions if it is absent.
     usual = values["size_per_head"] if "rotary_dim" in settings.source else 64
     dims = settings.integer("rotary_dim", default=usual, least=2)
     dims = checked_rotary(settings, "rotary_dim", dims, values["size_per_head"])
@@ -70,14 +70,14 @@ _QUERY_VALUE_KEY = (0, 2, 1)
 
 
 @dataclass(frozen=True)
-class _OfFourRanks(Copy):
-    """CodeGen's projection (3h, h): of each rank it was trained on queries, values and keys.
+class _CodeGenProjection(Copy):
+    """CodeGen's projection (3h, h): queries, values and keys of each of its 4 training ranks.
 
     Source: transformers, models/codegen/modeling_codegen.py, mp_num.
     """
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return queries, keys and values of all ranks, (h, 1, h) each."""
+        """Return the queries, keys and values of all ranks, (h, 1, h) each."""
         (stored,) = get(self.key)
         hidden = stored.shape[1]
         ranks = stored.reshape(_RANKS, 3, -1, hidden)
@@ -85,7 +85,7 @@ class _OfFourRanks(Copy):
         return Parts(1, tuple(part[:, None] for part in parts))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the rows of each rank's parts."""
+        """Return a view for the rows of each part of each rank."""
         hidden = shape[0]
         rows = hidden // _RANKS
         fine, stored = (hidden, 3 * _RANKS, rows), (rows, hidden)
@@ -99,4 +99,4 @@ class _OfFourRanks(Copy):
 def codegen_sources(*_: Any) -> Sources:
     """Return the source of CodeGen's projection."""
     key = "transformer.h.{layer}.attn.qkv_proj.weight"
-    return {LAYER + "attention.query_key_value.weight": _OfFourRanks(key)}
+    return {LAYER + "attention.query_key_value.weight": _CodeGenProjection(key)}

@@ -1,6 +1,6 @@
 """The GPT-J layout from the "slim" release of mesh-transformer-jax.
 
-How its shards make whole tensors, and the rounding through fp16: FasterTransformer 5.3,
+The joining of its shards, and the rounding to fp16, are those of FasterTransformer 5.3,
 examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
 """
 
@@ -22,13 +22,13 @@ from export_scripts.families.mapping.sources import (
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded, stacked
 from foundations.errors import CheckpointMismatchError
 
-# The only released model; its files state neither of the first two.
+# Sizes of the only released model; its files do not state the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}
 _END_OF_TEXT = 50256
 
 
 def _jax_config(facts: Facts) -> GPTJConfig:
-    """Return the config of a release: sizes from its arrays, heads stated or the 6B model's."""
+    """Return the config of a release: sizes from its arrays, heads as stated or the 6B model's."""
     settings = Settings(facts.config, "the model's JSON configuration, or --set")
     if (kind := facts.config.get("pe", "rotary")) != "rotary":
         settings.note(f"pe = {kind!r} cannot be represented: FT's GPT-J has rotary positions")
@@ -61,7 +61,7 @@ def _jax_config(facts: Facts) -> GPTJConfig:
 
 
 def _jax_size(facts: Facts, settings: Settings, name: str, theirs: str) -> int:
-    """Return a size: the user's, that in the JSON next to the weights, or the released model's."""
+    """Return a size that the user or the JSON next to the weights states, or the release's."""
     given = facts.given_int(name)
     if given is not None:
         return Settings({name: given}, "stated", settings.problems).integer(name)
@@ -69,7 +69,7 @@ def _jax_size(facts: Facts, settings: Settings, name: str, theirs: str) -> int:
 
 
 def _jax_warnings(facts: Facts, config: GPTJConfig) -> list[str]:
-    """Return a warning if a model of another size is assumed to have the 6B model's heads."""
+    """Return a warning if the 6B model's heads are assumed for a model of another size."""
     known = "head_num" in facts.given or "n_heads" in facts.config
     if known or config.hidden == _RELEASED["hidden"]:
         return []
@@ -82,7 +82,7 @@ def _jax_warnings(facts: Facts, config: GPTJConfig) -> list[str]:
 
 
 def _from_first(config: GPTJConfig, joined: Any, *, rest: float | None, what: str) -> Any:
-    """Return shard 0's vector (h,) of S joined ones, after checking the others."""
+    """Return shard 0's vector (h,) from S joined ones, after checking the others."""
     shards = float32(joined).reshape(-1, config.hidden)  # (S, h)
     first = shards[0]
     if not isinstance(shards, ShapeTensor):
@@ -96,7 +96,7 @@ def _from_first(config: GPTJConfig, joined: Any, *, rest: float | None, what: st
 
 
 def _replicated(config: GPTJConfig, joined: Any) -> Any:
-    """Return a bias that every shard added once before the sum over shards: S times one."""
+    """Return a bias that every shard adds before the sum over shards: S times the stored one."""
     first = _from_first(config, joined, rest=None, what="replicated bias")
     return rounded(first * (joined.shape[0] // config.hidden), "fp16")
 
@@ -110,7 +110,7 @@ def _norm(name: str, kind: str, rest: float) -> TensorSource:
 
 _H = "h.{layer}."
 _NORMS = {LAYER + "input_layernorm": _H + "ln_1", "model.final_layernorm": "ln_f"}
-# Stored as in the layout, but for their type.
+# Tensors that are stored as in the layout, apart from their type.
 _STORED: Sources = {
     **named_sources(whole_names(_H, known_names()["gptj_jax"]), GPTJ.layout, in_out=True),
     "model.lm_head.weight": transposed("lm_head.weight", cut=1),
@@ -126,7 +126,7 @@ _JAX_WEIGHTS: Sources = {
         for ours, theirs in _NORMS.items()
         for kind, rest in (("weight", 1.0), ("bias", 0.0))
     },
-    # The table plus the bias of every row; both, and their sum, are rounded to fp16.
+    # The table plus a bias in every row; both, and the sum, are rounded to fp16.
     "model.wte": Compute(
         lambda config, table, bias: rounded(
             rounded(table, "fp16") + _replicated(config, bias), "fp16"

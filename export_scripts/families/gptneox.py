@@ -1,9 +1,9 @@
-"""The GPT-NeoX layout: half-rotated rotary positions, parallel or sequential residual.
+"""The GPT-NeoX layout: rotary positions that rotate halves, parallel or sequential residual.
 
 Layout: FasterTransformer, models/gptneox/GptNeoXWeight.cc and GptNeoXDecoderLayerWeight.cc
-(5.3 line). Of EleutherAI's layer files each training rank has separate norms and output biases: the
-norms are averaged, the biases are summed over all ranks. How: examples/pytorch/gptneox/utils/
-eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
+(5.3 line). In EleutherAI's layer files each training rank has its own norms and output biases: the
+norms are averaged, the biases are summed over all ranks. Compare examples/pytorch/gptneox/utils/
+eleutherai_gpt_neox_convert.py, which sums over only some of the ranks.
 """
 
 # Shapes: S training ranks, h hidden
@@ -47,9 +47,9 @@ class GPTNeoXConfig(DecoderConfig):
     SECTION: ClassVar[str] = "gptneox"
 
     rotary_embedding: int  # dimensions of each head that are rotated
-    # The loader reads it as an integer: the word True would count as its default.
+    # The loader reads it as an integer: it would take the word True for the default.
     use_gptj_residual: bool = ini_field(True, as_digit=True)
-    # Not FT keys: the model's own values, where NVIDIA's runtime takes 1e-5 and tanh gelu.
+    # Not FT keys, as NVIDIA's runtime always uses 1e-5 and tanh gelu: the model's values.
     layernorm_eps: float = 1e-5
     exact_gelu: bool = False
 
@@ -66,16 +66,16 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 LAYOUT = layout_table("gptneox")
-# Both output biases, divided by the ranks, of which each adds its share before the all-reduce.
+# The sum of both output biases, divided by the number of ranks: each adds it before the all-reduce.
 _SUM = LAYER + "mlp.attention.bias.sum"
-# The terms of the sum, divided likewise, as NVIDIA's converter writes them.
+# The terms of the sum, also divided, as NVIDIA's converter writes them.
 _SHARES = (LAYER + "attention.dense.bias", LAYER + "mlp.dense_4h_to_h.bias")
 
 
 def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> Sources:
     """Return the sources of the output biases, which a folder divides by its ranks.
 
-    Where only their sum is left, it becomes the MLP's, and attention's zeros.
+    If the folder has only their sum, it becomes the MLP's bias, and attention's is zero.
     """
     if not stored.use_gptj_residual:
         return {}
@@ -95,21 +95,21 @@ GPTNEOX = ModelFamily(
     model_type="GPT-NeoX",
     config=GPTNeoXConfig,
     layout=LAYOUT,
-    whole=_whole_biases,
+    rank_dependent=_whole_biases,
 )
 
 
 def _summed(config: GPTNeoXConfig, joined: Any) -> Any:
-    """Return the sum (h,) of the vectors of all training ranks, joined to (S * h,)."""
+    """Return the sum (h,) over training ranks of their vectors, which are joined (S * h,)."""
     ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
     return functools.reduce(operator.add, (ranks[rank] for rank in range(ranks.shape[0])))
 
 
 def _output_bias(config: GPTNeoXConfig, *joined: Any) -> Any:
-    """Return an output bias, or with a parallel residual the share of the ranks that each add it.
+    """Return an output bias; with a parallel residual, the share that each inference rank adds.
 
-    Of several it is the sum of shares. Each is divided and rounded to the type on disk before, as
-    NVIDIA's converter does.
+    Several biases are summed after each is divided and rounded to the type on disk, as NVIDIA's
+    converter does.
     """
     wholes = [_summed(config, each) for each in joined]
     if not config.use_gptj_residual:
@@ -124,7 +124,7 @@ _L = "gpt_neox.layers.{layer}."
 
 
 def sources(facts: Facts, config: GPTNeoXConfig, _: Sources) -> Sources:
-    """Return the sources of output biases: whole, or the share of each rank that adds them."""
+    """Return the sources of output biases: whole, or as each rank's share."""
     attention, mlp = (f"{_L}{name}.bias" for name in ("attention.dense", "mlp.dense_4h_to_h"))
     has_bias = facts.config.get("attention_bias", True)
     table: Sources = {_SUM: Compute(_output_bias, (attention, mlp) if has_bias else (mlp,))}
@@ -142,7 +142,7 @@ def sources(facts: Facts, config: GPTNeoXConfig, _: Sources) -> Sources:
 
 
 def _read(settings: Settings, values: Table) -> Fields:
-    # All that FT computes a GPT-NeoX with, or by erf.
+    # The activations that FT's GPT-NeoX computes, and those by erf.
     gelus = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0] == "Gelu"}
     _, exact_gelu = settings.activation("hidden_act", default="gelu", known=gelus)
     rotary = rotary_fields(settings, values["size_per_head"], fraction=0.25)
@@ -182,7 +182,7 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     if groups not in (None, stated_heads):
         settings.note(f"num-kv-heads = {groups!r}: FT has one key/value head per head")
     if others := _sparse_layers(settings.source):
-        settings.note(f"attention-config has {', '.join(others)}: attention is to all positions")
+        settings.note(f"attention-config has {', '.join(others)}: FT attends to all positions")
     assumed = not _is_whole(settings.source)
     hidden = facts.size(_WTE, 1)
     given_heads = facts.given_int("head_num")
@@ -211,25 +211,25 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
 def _is_whole(config: Table) -> bool:
     """Return whether a configuration is a training run's, in which absent keys have defaults.
 
-    Rotary positions have no default: a run must name them. A shorter file is a release's, which
-    leaves out what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox,
+    A run must state rotary positions, which are not the default. A file without pos-emb is a
+    release's, which omits what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox,
     megatron/neox_arguments/neox_args.py.
     """
     return "pos-emb" in config
 
 
 def _sparse_layers(config: Table) -> list[Any]:
-    """Return the kinds of attention other than to all positions before."""
+    """Return the kinds of attention other than full causal attention."""
     kinds = config.get("attention-config") or []
     return [kind for kind in re.findall(r"[a-z_]+", str(kinds)) if kind not in _WHOLE_ATTENTION]
 
 
-# Kinds of attention-config, each of a number of layers or of all.
+# Words of attention-config that mean full attention, or all layers.
 _WHOLE_ATTENTION = ("global", "flash", "all")
 
 
 def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
-    """Return the rotated dimensions: stated, from the stored frequencies, or a fraction."""
+    """Return the number of rotated dimensions: stated, from stored frequencies, or a fraction."""
     given = facts.given_int("rotary_embedding")
     if given is not None:
         return given
@@ -270,7 +270,7 @@ _ELEUTHER_WEIGHTS: Sources = {
 
 
 def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Sources:
-    """Return each tensor's source; a model with tied weights has no separate head."""
+    """Return each tensor's source; the head of a tied model is its embedding."""
     untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
     if facts.has(_HEAD) or untied is not False:
         return _ELEUTHER_WEIGHTS

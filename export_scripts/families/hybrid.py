@@ -1,8 +1,8 @@
-"""Hybrids of Mamba-2, attention, MLPs and experts, which pass through to other engines.
+"""Hybrids of Mamba-2, attention, MLPs and experts, written only for other engines.
 
-megatron-core's HybridModel with Mamba layers, which Hugging Face calls Nemotron-H. Each layer has
-one norm and one mixer. Neither our engine nor FasterTransformer serves them: they are written as
-Hugging Face folders alone.
+megatron-core's HybridModel with Mamba layers is Hugging Face's Nemotron-H. Each layer has one norm
+and one mixer. Neither our engine nor FasterTransformer serves them: they are only written as
+Hugging Face folders.
 
 Sources: NVIDIA/Megatron-LM, megatron/core/ssm/mamba_mixer.py and megatron/core/models/hybrid;
 NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/nemotronh; transformers 5.24,
@@ -53,7 +53,7 @@ from foundations.files.json_content import Fields
 
 _PATTERN = "hybrid_layer_pattern"
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
-# transformers' names of the layers, older and newer.
+# transformers' names of the layers, in older and newer releases.
 _KINDS = {
     "mamba": _MAMBA,
     "linear_attention": _MAMBA,
@@ -62,8 +62,8 @@ _KINDS = {
     "mlp": _MLP,
     "moe": _EXPERTS,
 }
-# Parts of a Mamba layer's first projection, whose rows follow each other, and their widths; x,
-# B and C are convolved.
+# Parts of a Mamba layer's first projection, in order of rows -> their widths; x, B and C are
+# convolved.
 _PARTS = {
     "z": "mamba_width",
     "x": "mamba_width",
@@ -76,27 +76,27 @@ _CONVOLVED = ("x", "B", "C")
 
 @dataclass(frozen=True, kw_only=True)
 class _Mamba:
-    """Sizes of Mamba layers, all 0 in a model without any."""
+    """Sizes of Mamba layers; all are 0 in a model without such layers."""
 
     mamba_head_num: int = 0
     mamba_head_dim: int = 0
-    mamba_group_num: int = 0  # heads of a group share B and C, and a norm
+    mamba_group_num: int = 0  # heads of a group share B, C and a norm
     mamba_state: int = 0
     conv_kernel: int = 0
-    mamba_eps: float = 0.0  # of the norm before the last projection
-    least_step: float = 0.0  # which bounds time steps from below
+    mamba_eps: float = 0.0  # epsilon of the norm before the last projection
+    least_step: float = 0.0  # lower bound of time steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridArchitecture(MixtureArchitecture, _Mamba):
-    """A decoder whose layers are of several kinds, which no engine here computes."""
+    """A decoder with several kinds of layers; no engine here computes it."""
 
     pattern: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(MixtureConfig, _Mamba):
-    """A hybrid, by Megatron's letters of its layers."""
+    """A hybrid; `pattern` has Megatron's letter of each layer."""
 
     SECTION: ClassVar[str] = "hybrid"
     ARCHITECTURE: ClassVar[type[DecoderArchitecture]] = HybridArchitecture
@@ -105,26 +105,26 @@ class HybridConfig(MixtureConfig, _Mamba):
     inter_size: int = 0
     expert_num: int = 0
     experts_per_token: int = 0
-    expert_latent: int | None = None  # width of what experts read and write, if not hidden_size
+    expert_latent: int | None = None  # width of experts' inputs and outputs, if not hidden_size
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Letter of each layer."""
+        """The letter of each layer."""
         return tuple(self.pattern)
 
     @property
     def expert_width(self) -> int:
-        """Width of what experts read and write."""
+        """The width of experts' inputs and outputs."""
         return self.expert_latent or self.hidden_size
 
     @property
     def mamba_width(self) -> int:
-        """Width of all heads of a Mamba layer."""
+        """The total width of the heads of a Mamba layer."""
         return self.mamba_head_num * self.mamba_head_dim
 
     @property
     def mamba_group_width(self) -> int:
-        """Width of B, and of C, of all groups."""
+        """The total width of B, and of C, over all groups."""
         return self.mamba_group_num * self.mamba_state
 
 
@@ -137,7 +137,7 @@ HYBRID = ModelFamily(
     has_shards=False,
 )
 
-# Fields that mean something in layers of a kind alone.
+# Letter -> fields that only concern layers of this kind.
 _OWN_FIELDS = {
     _MAMBA: [each.name for each in dataclasses.fields(_Mamba)],
     _MLP: ["dense_inter_size"],
@@ -149,8 +149,8 @@ _OWN_FIELDS = {
 }
 
 
-def _of_layers(fields: Fields) -> Fields:
-    """Return fields, where those of layers that the pattern lacks are as if they were not given."""
+def _relevant(fields: Fields) -> Fields:
+    """Return the fields, with defaults for those of layers that the pattern lacks."""
     usual = {each.name: each.default for each in dataclasses.fields(HybridConfig)}
     absent = {
         name: usual[name]
@@ -162,10 +162,10 @@ def _of_layers(fields: Fields) -> Fields:
 
 
 def _mixer(root: str, conv: str = "conv1d.", *, parts_apart: bool = False) -> Sources:
-    """Return the sources of Mamba layers, whose modules are under a root.
+    """Return the sources of Mamba layers, whose modules are below `root`.
 
-    The parts of a projection and its convolution lie in one tensor, of each training rank its own,
-    or each in a tensor of its own.
+    The parts of a projection, and of its convolution, are in one tensor (of each training rank), or
+    with `parts_apart` in separate tensors.
     """
     table: Sources = {
         f"{LAYER}mamba.{ours}": Copy(f"{root}{theirs}", cut=0)
@@ -192,11 +192,11 @@ def _mixer(root: str, conv: str = "conv1d.", *, parts_apart: bool = False) -> So
 
 
 def _part(key: str, parts: Sequence[str], place: int) -> Rows:
-    """Return one of the parts whose rows follow each other in a tensor."""
+    """Return the source of one of the parts that make up the rows of a tensor."""
 
     def nesting(config: Any) -> Nesting:
         widths = [getattr(config, _PARTS[part]) for part in parts]
-        # Ranks divide each part, and hence what divides all of them.
+        # Ranks divide each part, and therefore their greatest common divisor.
         ends = [sum(widths[:n]) // math.gcd(*widths) for n in range(len(widths) + 1)]
         return Nesting("mf", ("mf",), {"m": ends[-1]}, ("m", ends[place], ends[place + 1]))
 
@@ -204,7 +204,7 @@ def _part(key: str, parts: Sequence[str], place: int) -> Rows:
 
 
 def _pattern(settings: Settings) -> str:
-    """Return the letters of the layers, which are in one of two spellings."""
+    """Return the letters of the layers, from a pattern or a list of names."""
     listed = settings.source.get("layers_block_type") or settings.source.get("layer_types")
     stated: Any = settings.value("hybrid_override_pattern", default="ME*-")
     if isinstance(listed, list):
@@ -218,7 +218,7 @@ def _pattern(settings: Settings) -> str:
     return _ATTENTION
 
 
-# Settings that a folder states if it has layers of a kind.
+# Letter -> settings that are only written for a model with layers of this kind.
 _OWN_KEYS = {
     _MAMBA: "mamba_num_heads mamba_head_dim n_groups ssm_state_size conv_kernel time_step_min",
     _EXPERTS: "n_routed_experts num_experts_per_tok moe_intermediate_size n_group topk_group "
@@ -227,7 +227,7 @@ _OWN_KEYS = {
 
 
 def _read(settings: Settings, values: Fields) -> Fields:
-    return _of_layers(
+    return _relevant(
         {
             **values,
             **best_of_groups(values),
@@ -239,7 +239,7 @@ def _read(settings: Settings, values: Fields) -> Fields:
 
 
 def _written(config: HybridConfig) -> Fields:
-    """Return also what transformers 5 takes of the pattern, and vLLM of shared experts."""
+    """Return the settings of layers, with those that only transformers 5 or vLLM reads."""
     absent = [
         name
         for kind, names in _OWN_KEYS.items()
@@ -271,10 +271,10 @@ FUNCTIONS = {
     "nemotron_h_activation": _warnings,
 }
 
-# megatron/core/ssm/mamba_mixer.py: what no setting says; and a bound that bounds nothing, of which
-# transformers takes the logarithm.
+# Constants of megatron/core/ssm/mamba_mixer.py. The bound is not 0, as transformers takes its
+# logarithm.
 _CORE_KERNEL, _CORE_EPS, _NO_BOUND = 4, 1e-5, 1e-30
-# Norms, of which each layer has one, alone or fused with what reads it.
+# Names of a layer's only norm, separate or fused with the module that reads it.
 _CORE_NORMS = (
     "norm.weight", "input_layernorm.weight", "pre_mlp_layernorm.weight",
     "mixer.in_proj.layer_norm_weight", "self_attention.linear_qkv.layer_norm_weight",
@@ -290,7 +290,7 @@ def _core_reasons(facts: Facts) -> list[str]:
         "a gate of MLPs (swiglu, gated_linear_unit)": (traits.gated, False),
     }
     reasons = [
-        f"{key} = {value}: Nemotron-H has {expected} alone"
+        f"{key} = {value}: Nemotron-H only has {expected}"
         for key, (value, expected) in known.items()
         if value != expected
     ]
@@ -302,7 +302,7 @@ def _core_config(facts: Facts) -> HybridConfig:
         settings = traits.settings
         size = settings.integer("mamba_head_dim", default=64)
         has_latent = traits.source.get("moe_latent_size") is not None
-        return _of_layers(
+        return _relevant(
             {
                 **core_experts(traits),
                 "model_name": "hybrid",
@@ -328,7 +328,7 @@ def _core_config(facts: Facts) -> HybridConfig:
 
 def _core_weights(facts: Facts, config: HybridConfig) -> Sources:
     first = f"{CORE_LAYER}mixer.".format(layer=config.pattern.find(_MAMBA))
-    # Parameters of the mixer's own since megatron-core 0.19, but in distributed checkpoints.
+    # Since megatron-core 0.19 they are parameters of the mixer, except in distributed checkpoints.
     conv = "conv1d_" if facts.has(f"{first}conv1d_weight") else "conv1d."
     own = _mixer(f"{CORE_LAYER}mixer.", conv, parts_apart=facts.has(f"{first}in_proj.weight.z"))
     for number in range(config.num_layer):

@@ -1,6 +1,6 @@
-"""A table of sources, and of the families that they become: everything that converts anything.
+"""The table of all source mappings, and of the families that have shards.
 
-A server, which reads the config.ini of one family, imports that alone (`ft.config_ini`).
+A server needs only the family of its config.ini, and does not import this module (`ft.config_ini`).
 """
 
 from export_scripts.families.bert import BERT_HUGGINGFACE
@@ -30,7 +30,7 @@ SOURCE_MAPPINGS = (
     BERT_HUGGINGFACE,
 )
 
-# Those of which there are folders of shards.
+# Name -> family, of those that have shards.
 FAMILIES = {
     mapping.family.name: mapping.family for mapping in SOURCE_MAPPINGS if mapping.family.has_shards
 }

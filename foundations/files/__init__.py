@@ -1,4 +1,4 @@
-"""Files on a disk: written fast and completely, locked, checksummed.
+"""Files on disk: fast and atomic writes, locks, checksums.
 
-The meaning of the bytes does not matter here; formats are in `checkpoints` and `ft`.
+Formats, which give the bytes a meaning, are in `checkpoints` and `ft`.
 """

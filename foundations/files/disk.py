@@ -9,9 +9,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-# Direct writes need memory, offsets and lengths in multiples of the disk's block: this suits all.
+# Direct writes need memory, offsets and lengths in multiples of the disk's block; this suits every
+# disk.
 BLOCK_BYTES = 4096
-# Smaller files do not justify these calls, nor a background thread.
+# Below this size, neither these calls nor a background thread pay off.
 LARGE_BYTES = 1 << 20
 _TEMPORARY_SUFFIX = ".writing"
 _O_DIRECT = os.O_DIRECT
@@ -24,13 +25,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class SequentialFile:
     """A file written once, from start to end, at disk speed; under a temporary name until complete.
 
-    Space is reserved at once, which makes the writes several times cheaper, and chunks of whole
-    blocks from aligned memory pass by the page cache: no copy, no flood of dirty pages to write
-    back at the end. File systems without either get plain writes. A file at `path` is replaced, and
-    its folder is made.
+    Space is allocated first, which makes writes several times cheaper, and whole blocks from
+    aligned memory bypass the page cache: no copy, and no dirty pages to write back at the end. A
+    file system that supports neither gets plain writes. A file at `path` is replaced, and its
+    folder is created.
 
     Raises:
-        OSError: The file cannot be written, here and in every method; the error names it.
+        OSError: The file cannot be written; every method raises it, and it names the file.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -44,8 +45,8 @@ class SequentialFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._temporary, flags, 0o666)
             if size_bytes >= LARGE_BYTES:
-                # The C library's posix_fallocate would write into every block where the file system
-                # cannot allocate; the system call fails instead, and the writes proceed without it.
+                # Where the file system cannot allocate, the C library's posix_fallocate would write
+                # into every block; the system call fails, and the file is written without it.
                 failed = _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
                 if failed and (number := ctypes.get_errno()) in _FULL:
                     raise OSError(number, os.strerror(number))
@@ -53,7 +54,7 @@ class SequentialFile:
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """Name the file in an error, after which it is not written further."""
+        """Close the file after an error, and name it in the error."""
         try:
             yield
         except BaseException as error:
@@ -71,7 +72,7 @@ class SequentialFile:
         self._direct = wanted and _O_DIRECT != 0
 
     def write(self, chunk: memoryview) -> None:
-        """Append a chunk; whole blocks are written directly while every earlier one was."""
+        """Append a chunk; blocks are written directly until a chunk does not end on a block."""
         with self._closed_on_failure():
             blocks = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
             done = 0
@@ -81,7 +82,7 @@ class SequentialFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    break  # this disk needs another alignment of memory or offset
+                    break  # the disk needs another alignment of memory or offset
                 if done % BLOCK_BYTES:
                     break
             if done < len(chunk) and self._direct:
@@ -93,13 +94,13 @@ class SequentialFile:
     def finish(self) -> None:
         """Close the complete file and give it its name."""
         with self._closed_on_failure():
-            self.close()  # a file system may report a failed write only now
+            self.close()  # some file systems report a failed write only here
             written = self._written_bytes
             assert written == self._size, f"{self._path}: wrote {written} of {self._size} bytes"
             self._temporary.rename(self._path)
 
     def close(self) -> None:
-        """Close the file, unless it is closed."""
+        """Close the file; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -108,7 +109,7 @@ class SequentialFile:
 def full_disk(error: OSError, nearby: Path) -> str | None:
     """Return which disk is full and what to do; None for any other error.
 
-    `nearby` is a path on the disk, for errors that name none.
+    `nearby` is a path on the disk, for an error that names no file.
     """
     if error.errno not in _FULL:
         return None
@@ -125,7 +126,7 @@ def full_disk(error: OSError, nearby: Path) -> str | None:
 
 
 def check_space(folder: Path, needed_bytes: int) -> str | None:
-    """Return a problem if a folder's disk has less than `needed_bytes` free."""
+    """Return a problem if the disk of a folder has less than `needed_bytes` free."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free >= needed_bytes:

@@ -1,4 +1,4 @@
-"""A journal of work that goes on where it was interrupted: a line of JSON for each result."""
+"""A journal from which interrupted work resumes: a line of JSON for each result."""
 
 import json
 import os
@@ -8,16 +8,17 @@ from typing import Any
 
 
 class Journal:
-    """Lines of JSON behind one that says of what work they are. Threads may share it."""
+    """Results as lines of JSON, after a first line that identifies the work. Thread-safe."""
 
     def __init__(self, path: Path, work: str) -> None:
         self.path, self._lock = path, threading.Lock()
         self._head = json.dumps(work)
 
     def lines(self) -> list[bytes]:
-        """Return what an earlier run has left; the journal of other work is removed.
+        """Return the results of an earlier run; the journal of other work is deleted.
 
-        The text after the last line feed is not whole, and would damage the line that comes next.
+        Text after the last line feed is an interrupted write. It is cut off: the next result would
+        be appended to it.
         """
         if not self.is_begun():
             self.forget()
@@ -28,14 +29,14 @@ class Journal:
         return lines
 
     def is_begun(self) -> bool:
-        """Return whether an earlier run of the same work has left something; not through a link."""
+        """Return whether an earlier run of the same work left a journal; links are not followed."""
         if self.path.is_symlink() or not self.path.is_file():
             return False
         with self.path.open("rb") as file:
             return file.readline() == f"{self._head}\n".encode()
 
     def add(self, result: Any) -> None:
-        """Keep a result."""
+        """Append a result."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             if not file.tell():
@@ -43,6 +44,6 @@ class Journal:
             file.write(json.dumps(result) + "\n")
 
     def forget(self) -> None:
-        """Remove it."""
+        """Delete the journal."""
         with self._lock:
             self.path.unlink(missing_ok=True)

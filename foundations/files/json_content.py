@@ -1,4 +1,4 @@
-"""JSON that others wrote: its contents, or what is wrong with it."""
+"""JSON from elsewhere: its contents, or a clear error."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# Names and values of a text of JSON or YAML, or of a pickle; and the same while it is made.
+# An object of JSON or YAML, or a dictionary of a pickle; and one that is being built.
 Table = Mapping[str, Any]
 Fields = dict[str, Any]
 RecordT = TypeVar("RecordT")
@@ -25,23 +25,23 @@ def json_object(
     """Return the object that a JSON text holds.
 
     Args:
-        content: The text; bytes are UTF-8, or UTF-16 or UTF-32 where they begin like it.
-        source: What the text is called in messages, such as its path.
-        remedy: What to do about a text that is something else.
-        is_strict: Refuse a name that is there twice.
+        content: The text; bytes are UTF-8, unless they begin like UTF-16 or UTF-32.
+        source: The name of the text in messages, such as its path.
+        remedy: What to do about a text that is not an object.
+        is_strict: Refuse duplicate names.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text is not an object.
     """
     try:
-        value = json.loads(content, object_pairs_hook=_once if is_strict else None)
+        value = json.loads(content, object_pairs_hook=_unique if is_strict else None)
         if isinstance(value, dict):
             return value
         reason = f"it is of type {type(value).__name__}"
     except RecursionError:
         reason = "it is nested too deep"
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # `source` may be a line itself
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # `source` may name a line
         reason = f"{error.msg} at {line}column {error.colno}"
     except ValueError as error:
         reason = str(error)
@@ -49,26 +49,26 @@ def json_object(
 
 
 def json_bytes(table: Table) -> bytes:
-    """Return the content of a JSON file that people read, too."""
+    """Return the content of an indented JSON file."""
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @functools.cache
 def adapter_of(kind: Any) -> "TypeAdapter[Any]":
-    """Return pydantic's reader of a type."""
+    """Return pydantic's adapter of a type, built once."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def record_in(kind: type[RecordT], content: bytes | str) -> RecordT:
-    """Return the dataclass, or another type, that a JSON text holds.
+    """Return the record that a JSON text holds: a dataclass or another type.
 
-    Keys that it lacks, such as those of a later version, are ignored.
+    Keys unknown to the type, such as those of a later version, are ignored.
 
     Raises:
-        ValueError: a required value is missing, or one has another form; the message begins with
-            its place.
+        ValueError: A required value is missing, or one has another form; the message begins with
+            its dotted key.
     """
     from pydantic import ValidationError
 
@@ -82,7 +82,7 @@ def record_in(kind: type[RecordT], content: bytes | str) -> RecordT:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         counts = Counter(name for name, _ in pairs)

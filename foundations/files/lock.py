@@ -1,4 +1,4 @@
-"""An exclusive lock on one folder's name among the processes that share its disk."""
+"""An exclusive lock on a folder among the processes that share its disk."""
 
 import contextlib
 import errno
@@ -16,16 +16,16 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def folder_lock(path: Path, busy: str) -> Iterator[bool]:
     """Hold a lock, the file `path`, that the system releases when the process ends.
 
-    Yields False on a file system without locks, where others are not kept away. Afterwards the
-    lock's file goes, with the folders that were made for it and are still empty.
+    Yields False on a file system without locks, where other processes are not kept out. Afterwards
+    the lock file is deleted, with the folders created for it that are still empty.
 
     Raises:
-        ValueError: Another process holds it (the message begins with `busy`), or it is a
-            link, whose target would be emptied.
+        ValueError: Another process holds the lock (the message begins with `busy`), or `path` is a
+            symbolic link, whose target would be emptied.
     """
-    made = [folder for folder in path.parents if not folder.exists()]
+    created = [folder for folder in path.parents if not folder.exists()]
     fd, is_held = _opened(path, busy)
-    with contextlib.suppress(OSError):  # of a full disk: the lock holds without a number
+    with contextlib.suppress(OSError):  # on a full disk, the lock holds without the process's ID
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
     try:
@@ -33,18 +33,18 @@ def folder_lock(path: Path, busy: str) -> Iterator[bool]:
     finally:
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            for folder in made:
+            for folder in created:
                 folder.rmdir()
         os.close(fd)
 
 
 def _opened(path: Path, busy: str) -> tuple[int, bool]:
-    """Return the descriptor of the lock's file, and whether it is locked."""
+    """Return the descriptor of the lock file, and whether it is locked."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # a failed run removed the folder it had made
+        except FileNotFoundError:  # a failed run deleted its folder
             continue
         except OSError as error:
             if error.errno != errno.ELOOP:
@@ -53,7 +53,7 @@ def _opened(path: Path, busy: str) -> tuple[int, bool]:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(os.close, fd)
             is_held = _locked(fd, busy)
-            # The file may have been removed by its last holder between opening and locking.
+            # Its last holder may have deleted the file between opening and locking.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), path.lstat()):
                     on_failure.pop_all()

@@ -6,11 +6,11 @@ import stat
 import uuid
 from pathlib import Path
 
-_LARGEST_BYTES = 64 << 20  # of a file of state: a few kB for each job or checkpoint
+_LARGEST_BYTES = 64 << 20  # a state file has a few kB for each job or checkpoint
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Give `path` this content (text as UTF-8) in one step, by a hidden file next to it.
+    """Replace the content of `path` (text as UTF-8) atomically, by a hidden file next to it.
 
     Raises:
         OSError: The file cannot be written; `path` is unchanged.
@@ -29,13 +29,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a file of state.
+    """Return the contents of a state file.
 
-    What stands in its place is refused: a pipe, which may never end, or a file beyond all memory.
+    A pipe, which may never end, and a file that would fill the memory are refused.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not a file, or is larger than 64 MiB.
+        OSError: The file cannot be read.
+        ValueError: It is not a regular file, or is larger than 64 MiB.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

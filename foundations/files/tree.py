@@ -1,4 +1,4 @@
-"""The files of a folder tree, those behind symbolic links included."""
+"""The files of a folder tree, including those behind symbolic links."""
 
 import contextlib
 import os
@@ -7,10 +7,9 @@ from pathlib import Path
 
 
 def files_below(folder: Path, *, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield every file in a folder and in its subfolders, linked ones included.
+    """Yield every file in a folder and its subfolders, following symbolic links.
 
-    A link to a folder that it lies in is not followed again; folders that may not be read are
-    passed over.
+    A link to a parent folder is not followed; folders without read permission are skipped.
     """
     above = (*above, folder.resolve())
     entries: list[os.DirEntry[str]] = []

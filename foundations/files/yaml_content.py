@@ -1,4 +1,4 @@
-"""Tables in YAML that are part of the program; checkpoints' are read by `yaml_table`."""
+"""YAML tables of this program; those of checkpoints are read by `yaml_table`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,6 @@ import yaml
 
 
 def read_own_table(path: Path) -> Any:
-    """Return the content of a file, by PyYAML's parser in C where it has one: ten times as fast."""
+    """Return the content of a file; PyYAML's C parser, where installed, is ten times as fast."""
     text = path.read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -1,1 +1,1 @@
-"""Dense decoders beyond FasterTransformer's own: one layout, and a record for each."""
+"""Dense decoders that FasterTransformer lacks: one layout for all, and a record for each."""

@@ -1,6 +1,6 @@
 """Dense decoders from megatron-core checkpoints with rotary positions.
 
-NeMo and Megatron-LM save the same tensors and differ in their configuration only.
+NeMo and Megatron-LM save the same tensors, with different configurations.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from export_scripts.families.mapping.sources import Sources, TensorSource
 from foundations.errors import refuse
 from foundations.files.json_content import Fields
 
-# Traits that the tensors of the first layer show.
+# Fields that depend on whether the first layer has a tensor.
 _FIRST_LAYER = CORE_LAYER.format(layer=0)
 _PRESENT = {
     "has_qkv_bias": "self_attention.linear_qkv.bias",
@@ -47,11 +47,11 @@ _PRESENT = {
 }
 
 _ROTARY = ("rope", "yarn")
-# Activations that are silu with a factor in its sigmoid.
+# Activations that are silu with a factor in the sigmoid.
 _SIGMOID_GATED = {"quick_gelu": "silu"}
 
-# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
-# parameters, their names in either library, and their defaults.
+# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling:
+# (parameter, its keys in the libraries, default).
 # NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling
 _LLAMA31 = (
@@ -63,7 +63,7 @@ _LLAMA31 = (
 
 
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
-    """Return every reason the layout, or that of its mixtures, cannot hold a model."""
+    """Return every reason why the layout, or that of mixtures, cannot hold a model."""
     traits = core_traits(facts)
     norm = traits.normalization.removesuffix("1p")
     known: dict[str, tuple[str, Collection[str]]] = {
@@ -78,7 +78,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
         if value not in values
     ]
     if is_mixture and not traits.gated:
-        reasons.append(f"activation = {traits.activation}: mixtures are written with a gate alone")
+        reasons.append(f"activation = {traits.activation}: mixtures are only written with a gate")
     return reasons + missing_sizes(traits) + unknown_model(facts)
 
 
@@ -87,9 +87,9 @@ def core_config(
     kind: Callable[..., ConfigT],
     own: Callable[[MegatronTraits], Fields] = lambda _: {},
 ) -> ConfigT:
-    """Return the config of a kind of a megatron-core checkpoint with rotary positions.
+    """Return the config, of class `kind`, of a megatron-core checkpoint with rotary positions.
 
-    `own` are fields that the kind has more, or otherwise.
+    `own` returns fields that the class adds or replaces.
 
     Raises:
         CheckpointMismatchError: Settings are malformed; all are listed.
@@ -101,7 +101,7 @@ def core_config(
     is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
     rotary_layers = _layers(traits, "no_rope_freq")
     if rotary_layers == () and not settings.problems:
-        settings.note("no_rope_freq: it leaves no layer with rotary positions")
+        settings.note("no_rope_freq: no layer would have rotary positions")
     fields = {
         **common_fields(facts, traits),
         **core_embedding(facts),
@@ -125,13 +125,13 @@ def core_config(
 
 
 def number(settings: Settings, *names: str) -> float | None:
-    """Return the number of the first key that is set; None where null, 0 or false switch it off."""
+    """Return the number of the first key that is set; null, 0 and false count as not set."""
     name = next((each for each in names if settings.source.get(each)), None)
     return None if name is None else settings.number(name)
 
 
 def _is_gemma(traits: MegatronTraits) -> bool:
-    """Return whether a model is one of Megatron Bridge's Gemmas, which add to their settings.
+    """Return whether a model is a Gemma of Megatron Bridge, which computes more than it states.
 
     NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma
     """
@@ -139,9 +139,9 @@ def _is_gemma(traits: MegatronTraits) -> bool:
 
 
 def _keeps_one_plus(traits: MegatronTraits) -> bool:
-    """Return whether a folder keeps the distance of scales from 1, as the models do elsewhere.
+    """Return whether a folder stores a norm's scales as their distance from 1.
 
-    Of those in transformers, Gemmas do, and others with layernorms, but not with RMSNorm.
+    It does so if transformers' model does: with layernorms, and of RMSNorm models for Gemmas.
     """
     return traits.normalization == "layernorm1p" or (
         _is_gemma(traits) and traits.normalization == "rmsnorm1p"
@@ -149,15 +149,15 @@ def _keeps_one_plus(traits: MegatronTraits) -> bool:
 
 
 def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
-    """Return the factors of scores, logits and the embedding, whose own is `embedding_scale`.
+    """Return the factors of scores, logits and the embedding (`embedding_scale` without muP).
 
-    Of muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
+    muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
     """
     settings = traits.settings
     width = number(settings, "query_pre_attn_scalar")
     scale = number(settings, "softmax_scale")
     if width is None and _is_gemma(traits) and scale:
-        width = round(scale**-2)  # of which the scale was computed
+        width = round(scale**-2)  # the scale was computed from it
     if width is not None:
         scale = width**-0.5
     if not traits.source.get("use_mup"):
@@ -178,20 +178,20 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
 
 
 def dense_args(config: DenseConfig, _: bool) -> list[Fields]:
-    """Return Megatron-LM's arguments for a dense decoder, as they may be; `core_config` decides.
+    """Return candidate arguments of Megatron-LM for a dense decoder; `core_config` checks them.
 
     Raises:
-        CheckpointMismatchError: Its models lack a trait that only tensors show.
+        CheckpointMismatchError: Megatron-LM lacks a trait of the model that its tensors show.
     """
     biases = config.has_qkv_bias, config.has_attention_dense_bias, config.has_mlp_bias
     problems = []
     if any(biases[1:]) and not all(biases):
         problems.append(
-            "its biases are neither in all matrices (add_bias_linear) nor in queries, keys and "
-            "values alone (add_qkv_bias)"
+            "its biases are neither in all matrices (add_bias_linear) nor only in queries, keys "
+            "and values (add_qkv_bias)"
         )
     if config.has_output_norms:
-        problems.append("its norms of what attention and MLP add are Megatron Bridge's alone")
+        problems.append("only Megatron Bridge has norms of the outputs of attention and MLP")
     refuse(problems)
     kind, scaling = config.rotary_scaling_type, config.rotary_scaling
     return [
@@ -222,17 +222,17 @@ def dense_args(config: DenseConfig, _: bool) -> list[Fields]:
 
 
 def _flags(config: DenseConfig, layers: Layers, *, without: bool = False) -> list[int] | None:
-    """Return for each layer whether it is among some, or `without`; None where all are."""
+    """Return 1 for each layer that is in `layers` (`without`: is not), else 0; None for all."""
     if layers is None:
         return None
     return [int((number in layers) is not without) for number in range(config.num_layer)]
 
 
 def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> Layers:
-    """Return the layers that a pattern does not skip; None: all.
+    """Return the layers that a pattern does not skip; None for all.
 
-    A number skips every so many-th. A list says of each layer whether it is `skipped`.
-    megatron/core/transformer/transformer_config.py; transformer/utils.py
+    A number n skips every n-th layer. A list has an entry per layer, which skips it if its truth
+    value is `skipped`. megatron/core/transformer/transformer_config.py; transformer/utils.py
     """
     pattern, count = traits.source.get(key), traits.num_layer
     if not pattern:
@@ -247,9 +247,9 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> Layers
 
 
 def _core_windows(traits: MegatronTraits) -> Fields:
-    """Return the window and the layers that have it.
+    """Return the fields of the window and its layers.
 
-    Transformer Engine counts the positions before the current one; Gemma 3 states one number.
+    Transformer Engine states (positions before the current one, 0); Gemma 3 states one number.
     """
     window, count = traits.source.get("window_size") or 0, traits.num_layer
     pattern: Any = traits.source.get("interleaved_attn_pattern")
@@ -299,7 +299,7 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
         "rotary_base": traits.rotary_base,
     }
     yarn = "yarn_rotary_scaling_factor"
-    if traits.position == "yarn":  # of whole heads, whatever rotary_percent says
+    if traits.position == "yarn":  # rotates whole heads, whatever rotary_percent is
         names = "yarn_mscale", "yarn_mscale_all_dim"
         is_plain = any(source.get(name) is None for name in names)
         weights = (1.0, 0.0) if is_plain else tuple(number(settings, each) or 0.0 for each in names)
@@ -328,8 +328,8 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         if source.get("rope_scaling") and source.get("rope_scaling_factor") is None:
             settings.note(
-                "rope_scaling = true without rope_scaling_factor, whose default is 1 in some of "
-                "Megatron Bridge's classes and 8 in others: state the one it was trained with"
+                "rope_scaling = true without rope_scaling_factor, whose default is 1 or 8 in "
+                "Megatron Bridge, depending on the class: state the one used in training"
             )
         scaling = {
             name: type(usual)(number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
@@ -337,8 +337,8 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
         scaled = scaling_fields("llama3", scaling)
     if scaled is not None and factor != 1:
         settings.note(
-            f"positions are divided by {factor:g} (seq_len_interpolation_factor) and scaled in "
-            "another way too: no layout holds both"
+            f"positions are divided by {factor:g} (seq_len_interpolation_factor) and also scaled "
+            "in another way: no layout can hold both"
         )
     if scaled is None:
         scaled = scaling_fields("linear", {"factor": factor})
@@ -353,9 +353,9 @@ def yarn_fields(
     prefix: str = "",
     truncate: bool = True,
 ) -> Fields:
-    """Return the fields of YaRN, whose settings begin with `prefix`.
+    """Return the fields of YaRN; its keys begin with `prefix`.
 
-    `original` is the key of the length before, `weights` are mscale and mscale_all_dim.
+    `original` is the key of the original length, `weights` are (mscale, mscale_all_dim).
     megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py
     """
     factor = settings.number(f"{prefix}rotary_scaling_factor")
@@ -379,10 +379,10 @@ def core_sources(
     layout: Layout = DENSE.layout,
     own: Mapping[str, TensorSource] = MappingProxyType({}),
 ) -> Sources:
-    """Return the source of each tensor of a layout, of those in no module of a name as `own`."""
-    # A distributed checkpoint keeps whole tensors.
-    of_each = not facts.reader.is_distributed
-    table = {**named_sources(names, layout, rows="groups", halves_of_each=of_each), **own}
+    """Return the source of each tensor of a layout; `own` adds or replaces some."""
+    # A distributed checkpoint has whole tensors.
+    per_rank = not facts.reader.is_distributed
+    table = {**named_sources(names, layout, rows="groups", halves_per_rank=per_rank), **own}
     traits = core_traits(facts)
     one_plus = traits.normalization.endswith("1p") and not _keeps_one_plus(traits)
     return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)

@@ -1,4 +1,4 @@
-"""Dense decoders in Hugging Face's form: the kind of the records in `decoders.yaml`."""
+"""Dense decoders in Hugging Face's form, as `decoders.yaml` describes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated
 
 
 def chosen_layers(flags: Sequence[bool]) -> Layers:
-    """Return the numbers of the layers whose flag is set; None: all."""
+    """Return the numbers of the layers whose flag is set; None for all."""
     return None if all(flags) else tuple(number for number, flag in enumerate(flags) if flag)
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# From settings and the values read before: whether each layer has the window.
+# (settings, values read before) -> whether each layer has the window.
 Slides = Callable[[Settings, Table], Sequence[bool]]
 
 
@@ -32,14 +32,14 @@ Slides = Callable[[Settings, Table], Sequence[bool]]
 class Window:
     """The settings of a sliding window, read in both directions."""
 
-    default: int | None = None  # of the library for sliding_window; null is none
+    default: int | None = None  # the library's default of sliding_window; null: no window
     has_switch: bool = False  # whether use_sliding_window decides
-    # Which layers have it without layer_types; None: all, whatever layer_types says.
+    # The layers that have the window if there are no layer_types; None: always all.
     slides: Slides | None = None
-    rotates_alone: bool = False  # whether layers without it do not rotate
+    rotates_alone: bool = False  # whether only layers with the window rotate
 
     def read(self, settings: Settings, values: Table) -> Fields:
-        """Return the window, if there is one, and the layers that have it."""
+        """Return the fields of the window and its layers; none without a window."""
         source, count = settings.source, values["num_layer"]
         in_use = not self.has_switch or source.get("use_sliding_window")
         is_stated = in_use and source.get("sliding_window", self.default) is not None
@@ -60,12 +60,12 @@ class Window:
         layers = chosen_layers([kind == SLIDING for kind in kinds])
         if size is not None and layers is not None and not self.slides:
             settings.note(
-                "layer_types: not all layers have the sliding window, which they have in "
+                "layer_types: some layers lack the sliding window, which all layers have in "
                 "transformers' model of this type"
             )
         if size is not None and layers == () and self.rotates_alone:
             settings.note(
-                f"sliding_window = {size} and no layer of layer_types has it: no layer would rotate"
+                f"sliding_window = {size}, but no layer in layer_types has it: none would rotate"
             )
         if size is None or layers == ():
             return {}
@@ -73,7 +73,7 @@ class Window:
         return {"sliding_window": size, "sliding_layers": layers, **rotary}
 
     def written(self, config: DenseConfig) -> Fields:
-        """Return the settings of which `read` makes the config's fields."""
+        """Return the settings that `read` turns into the config's fields."""
         size, count = config.sliding_window, config.num_layer
         layers = range(count) if config.sliding_layers is None else config.sliding_layers
         layers = () if size is None else layers
@@ -91,22 +91,22 @@ class DenseDecoder(HuggingFaceDecoder):
 
     family: ModelFamily = DENSE
     layer: str = LAYER
-    head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
+    head_dim: int | None = None  # the library's default; None: hidden size by heads
     head_dim_key: str = "head_dim"
-    is_gated: bool = True  # whether the MLP is
+    is_gated: bool = True  # whether the MLP has a gate
     # The library's default of rope_theta; None: no dimensions are rotated.
     rotary_base: float | None = FT_BASE
-    rotary_local_base: float | None = None  # of layers with a sliding window, if another
-    rotary_local_key: str = "rope_local_base_freq"  # its spelling before transformers 5
-    # The library's default of partial_rotary_factor; None where it always rotates whole heads.
+    rotary_local_base: float | None = None  # base of layers with a sliding window, if different
+    rotary_local_key: str = "rope_local_base_freq"  # the key of that before transformers 5
+    # The library's default of partial_rotary_factor; None: whole heads are always rotated.
     rotary_fraction: float | None = None
     rotary_usual: Table | None = None  # the library's default of all parameters, if not plain
-    # Keys of rope_scaling, where transformers 4 refuses others and calls its kind `type`.
+    # The keys that transformers 4 accepts in rope_scaling, with the kind as `type`; empty: any.
     scaling_keys: tuple[str, ...] = ()
-    window: Window | None = None  # None: no layer has one
+    window: Window | None = None  # None: no layer has a window
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     accepts: tuple[str, ...] = ()
-    # One trained in bf16 may overflow in fp16.
+    # A model trained in bf16 may overflow in fp16.
     warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings
 
     def derived(self, settings: Settings, values: Fields) -> Fields:
@@ -143,9 +143,9 @@ class DenseDecoder(HuggingFaceDecoder):
         )
 
     def written_derived(self, config: DenseConfig) -> Fields:
-        """Return the settings of which `derived` makes the fields.
+        """Return the settings that `derived` turns into fields.
 
-        In the older spelling, which transformers 5 takes as well, and 4 alone.
+        They have the older spelling, the only one that transformers 4 reads; 5 reads it, too.
         """
         window = self.window.written(config) if self.window else {}
         if self.rotary_base is None:
@@ -167,7 +167,7 @@ class DenseDecoder(HuggingFaceDecoder):
             return {"rope_scaling": {"rope_type": "default"} if self.rotary_usual else None}
         whole = {"rope_type": kind, **config.rotary_scaling}
         original = whole.get("original_max_position_embeddings")
-        # transformers 4 looks there alone for LongRoPE's.
+        # transformers 4 reads LongRoPE's only there.
         next_to_it = {"original_max_position_embeddings": original} if kind == "longrope" else {}
         if self.scaling_keys:
             named = {"type": kind, **whole}

@@ -1,7 +1,7 @@
-"""The layout of dense decoders beyond FasterTransformer's own; docs/decoder_layout.md describes it.
+"""The layout of dense decoders that FasterTransformer lacks; docs/decoder_layout.md describes it.
 
 NVIDIA's FasterTransformer has no decoder with RMSNorm, a gated MLP or grouped-query attention. The
-layout follows the GPT one where it can; what models differ in are keys of config.ini.
+layout follows GPT's where it can; keys of config.ini state the differences between models.
 """
 
 from collections.abc import Collection
@@ -31,10 +31,10 @@ _POSITIVE = (
     "embedding_scale", "residual_scale", "rotary_base", "rotary_local_base",
     "rotary_llama_4_scaling_beta", "rotary_alpha",
 )  # fmt: skip
-# Parameters that a folder must have as well.
+# Kind of scaling -> parameters that a folder must have in addition to ROTARY_SCALINGS'.
 _LENGTH = ("original_max_position_embeddings",)
 _COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attention_factor")}
-# Parameters of rotary scaling, under Hugging Face's names and, after "rotary_", in config.ini.
+# Parameters of rotary scaling by Hugging Face's names; config.ini puts "rotary_" before them.
 _SCALING = (
     "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "truncate", "short_factor", "long_factor",
@@ -48,32 +48,32 @@ def _trait(default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig(DecoderConfig):
-    """config.ini [llama], named after the first of these models; no loader but ours reads it."""
+    """config.ini [llama], named after the first of these models; only our loader reads it."""
 
     SECTION: ClassVar[str] = "llama"
     ARCHITECTURE: ClassVar[type[DecoderArchitecture]] = DecoderArchitecture
 
-    kv_head_num: int  # of the model; see stored_kv_head_num
+    kv_head_num: int  # the model's heads; the folder's are stored_kv_head_num
     hidden_size: int
     max_pos_seq_len: int
     layernorm_eps: float
     norm_type: str = _trait("rmsnorm")  # rmsnorm, layernorm
     norm_one_plus: bool = _trait(False)
-    has_norm_bias: bool = _trait(True)  # of layernorms
+    has_norm_bias: bool = _trait(True)  # whether layernorms have biases
     has_input_norms: bool = _trait(True)
     has_output_norms: bool = _trait(False)
-    # Norm of each head, with scales for one or for all of them, or of all heads together.
+    # Norm over each head with scales of one head ("head") or of all ("heads"), or over "all" heads.
     query_key_norm: str | None = None
     query_key_norm_rotated: bool = _trait(False)
     residual: str = _trait("sequential")  # sequential, parallel, parallel_shared
     activation_type: str = "gated-silu"
-    exact_gelu: bool = False  # gelu is by erf, not tanh
+    exact_gelu: bool = False  # gelu by erf, not tanh
     tie_word_embeddings: bool = False
     has_qkv_bias: bool = False
     has_attention_dense_bias: bool = False
     has_mlp_bias: bool = False
     has_head_bias: bool = _trait(False)
-    # Matrices of layers are in FP8, with a scale for so many inputs of each output, 0 for all.
+    # Matrices of layers are in FP8; the number of inputs that share a scale of an output, 0: all.
     fp8_group_size: int | None = None
     attention_scale: float | None = None  # None: 1 / sqrt(size_per_head)
     attention_softcap: float | None = None
@@ -86,10 +86,10 @@ class DenseConfig(DecoderConfig):
     has_positional_encoding: bool = _trait(False)  # a table of learned positions
     use_attention_linear_bias: bool = _trait(False)
     rotary_embedding: int  # dimensions of each head that are rotated
-    rotary_interleaved: bool = _trait(False)  # neighbouring ones together, not the halves
+    rotary_interleaved: bool = _trait(False)  # rotate neighbouring dimensions, not halves
     rotary_layers: Layers = None  # layers that rotate; None: all
     rotary_base: float = 10000.0
-    rotary_local_base: float | None = None  # of layers with the window, which are not scaled
+    rotary_local_base: float | None = None  # base of layers with the window, which are not scaled
     rotary_scaling_type: str | None = None  # linear, dynamic, llama3, yarn or longrope
     rotary_factor: float | None = None
     rotary_original_max_position_embeddings: int | None = None
@@ -105,7 +105,7 @@ class DenseConfig(DecoderConfig):
     rotary_alpha: float | None = None
 
     def problems(self) -> list[str]:
-        """Return traits that no runtime computes: unknown choices, numbers that do not fit."""
+        """Return a problem for each unknown choice, and for numbers that contradict each other."""
         problems = super().problems() + [
             f"{name} = {getattr(self, name)}; known: {', '.join(map(str, known))}"
             for name, known in _CHOICES.items()
@@ -119,10 +119,10 @@ class DenseConfig(DecoderConfig):
             if (value := getattr(self, name)) is not None and not value > 0
         ]
         positions = ("has_positional_encoding", "use_attention_linear_bias", "rotary_embedding")
-        if len(given := [name for name in positions if getattr(self, name)]) > 1:
-            problems.append(f"{' and '.join(given)}: expected positions of one kind")
+        if len(found := [name for name in positions if getattr(self, name)]) > 1:
+            problems.append(f"{' and '.join(found)}: expected positions of one kind")
         if (self.query_key_norm, self.norm_type) == ("all", "layernorm"):
-            problems.append("query_key_norm = all: computed with norm_type = rmsnorm alone")
+            problems.append("query_key_norm = all: only computed with norm_type = rmsnorm")
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"
@@ -151,7 +151,7 @@ class DenseConfig(DecoderConfig):
 
     @property
     def rotary_scaling(self) -> Fields:
-        """Parameters of rotary scaling, under Hugging Face's names."""
+        """Parameters of rotary scaling by Hugging Face's names."""
         values = {name: getattr(self, f"rotary_{name}") for name in _SCALING}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -162,20 +162,20 @@ class DenseConfig(DecoderConfig):
 
     @property
     def is_gated(self) -> bool:
-        """True if the MLP has a second matrix next to its first."""
+        """Whether the MLP has a second matrix next to its first."""
         return activation_choice(self.activation_type)[1]
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
+        """The total width of all query heads."""
         return self.head_num * self.size_per_head
 
     @property
     def stored_kv_head_num(self) -> int:
-        """Key and value heads in the folder.
+        """The number of key heads, and of value heads, in the folder.
 
-        More ranks than heads get one head each: each head is stored tensor_para_size / kv_head_num
-        times in a row.
+        With more ranks than heads, each head is stored tensor_para_size / kv_head_num times in a
+        row, so that every rank has one.
         """
         tp_size = self.tensor_para_size
         if tp_size > self.kv_head_num and tp_size % self.kv_head_num == 0:
@@ -184,7 +184,7 @@ class DenseConfig(DecoderConfig):
 
     @property
     def kv_width(self) -> int:
-        """Width of the stored key (or value) heads together."""
+        """The total width of the stored key (or value) heads."""
         return self.stored_kv_head_num * self.size_per_head
 
     def _per_layer(self, layers: Layers) -> tuple[bool, ...] | None:
@@ -226,8 +226,8 @@ LAYOUT = layout_table("llama")
 
 
 @dataclass(frozen=True)
-class _FirstCopies(Copy):
-    """Key or value heads of a folder of more ranks than heads: the first rank of each head."""
+class _DeduplicatedHeads(Copy):
+    """Key or value heads of a folder that stores each `copies` times: the first of each."""
 
     copies: int = 1
 
@@ -236,11 +236,11 @@ class _FirstCopies(Copy):
         return Parts(parts.axis, parts.tensors[:: self.copies])
 
 
-def _whole_heads(stored: DenseConfig, _: Collection[str]) -> Sources:
-    """Return the sources of keys and values where several ranks have the same head."""
+def _deduplicated_heads(stored: DenseConfig, _: Collection[str]) -> Sources:
+    """Return the sources of keys and values if several ranks have the same head."""
     copies = stored.stored_kv_head_num // stored.kv_head_num
     return {
-        spec.name: _FirstCopies(spec.name, cut=spec.split, copies=copies)
+        spec.name: _DeduplicatedHeads(spec.name, cut=spec.split, copies=copies)
         for spec in LAYOUT
         if copies > 1 and "kv_width" in spec.shape and any(spec.expand(stored))
     }
@@ -252,6 +252,6 @@ DENSE = ModelFamily(
     config=DenseConfig,
     layout=LAYOUT,
     divisible=("head_num", "stored_kv_head_num", "inter_size"),
-    whole=_whole_heads,
+    rank_dependent=_deduplicated_heads,
     ft_backend=False,
 )

@@ -1,7 +1,4 @@
-"""Operations of families of dense decoders: on settings, and for tensors without a plain name.
-
-The table `decoders.yaml` names these operations.
-"""
+"""Operations that `decoders.yaml` names: on settings, and for tensors without a plain name."""
 
 import itertools
 import math
@@ -21,13 +18,13 @@ from foundations.files.json_content import Fields, Table
 
 
 def window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
-    """Return a warning about a window that transformers passes over."""
+    """Return a warning about a window that transformers ignores."""
     window = facts.config.get("sliding_window")
     if window is None:
         return []
     return [
-        f"config.json: sliding_window = {window} is left out: a Llama has none in transformers, "
-        "whose cache forgets earlier tokens nevertheless while it generates"
+        f"config.json: sliding_window = {window} is left out: transformers' Llama has no window, "
+        "but its cache drops earlier tokens during generation"
     ]
 
 
@@ -51,8 +48,8 @@ def _rotating(settings: Settings, values: Table) -> list[bool]:
     return [bool(each) for each in rotates[:count]]
 
 
-def slides_of(name: str, nth: int = 1) -> Slides:
-    """Return a function for whether each layer has the window: by the name of a rule."""
+def window_rule(name: str, nth: int = 1) -> Slides:
+    """Return the rule of a name, which decides whether each layer has the window."""
     rules: dict[str, Slides] = {
         "everywhere": lambda _, values: [True] * values["num_layer"],
         "all_but_every": lambda _, values: _all_but_every(nth, values["num_layer"]),
@@ -75,7 +72,7 @@ def _written_rotating(config: DenseConfig) -> Fields:
 
 
 def _padding(config: DenseConfig) -> Fields:
-    """Return the end: the library's own token may lie beyond a vocabulary, as may that of one."""
+    """Return the end token for padding: the library's default may exceed the vocabulary."""
     return {"pad_token_id": min(config.end_id, config.vocab_size - 1)}
 
 
@@ -83,7 +80,7 @@ def _check_phi3(settings: Settings, values: Table) -> Fields:
     if values.get("rotary_scaling_type") not in (None, "longrope"):
         settings.note(
             f"rotary scaling {values['rotary_scaling_type']!r} cannot be "
-            "represented: transformers takes a Phi-3's for longrope"
+            "represented: transformers computes longrope for every Phi-3"
         )
     return {}
 
@@ -94,13 +91,13 @@ def _written_phi3(config: DenseConfig) -> Fields:
 
 
 def _written_olmo3(config: DenseConfig) -> Fields:
-    """Return the bases by layer: next to each other transformers 5 reads one of them alone."""
+    """Return the bases by kind of layer; without kinds, transformers 5 reads only one of them."""
     bases = {FULL: config.rotary_base, SLIDING: config.rotary_local_base}
     return {"rope_parameters": {kind: {"rope_theta": base} for kind, base in bases.items()}}
 
 
 def _kinds(types: Any, most: int) -> list[Any]:
-    """Return the kinds of at most so many layers: attention_types are kinds, and their repeats."""
+    """Return the kinds of at most `most` layers from attention_types: (kinds, repeats) pairs."""
     every = (kind for kinds, times in types for _ in range(times) for kind in kinds)
     return list(itertools.islice(every, most))
 
@@ -144,7 +141,7 @@ def _read_multi_query(settings: Settings, values: Table) -> Fields:
     return {"kv_head_num": 1 if is_one else values["head_num"]}
 
 
-# Attention of an MPT, as transformers computes it whatever attn_config says.
+# Settings of an MPT's attention as transformers always computes it, whatever attn_config states.
 _MPT_ATTENTION = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -163,7 +160,7 @@ def _read_mpt(settings: Settings, _: Table) -> Fields:
     attention = Settings(given, f"{settings.label}: attn_config", settings.problems)
     for name, expected in _MPT_ATTENTION.items():
         if (value := given.get(name, expected)) != expected:
-            attention.note(f"{name} = {value!r:.100}: transformers computes with {expected} alone")
+            attention.note(f"{name} = {value!r:.100}: transformers always computes {expected}")
     return {"attention_scale": attention.optional("softmax_scale")}
 
 
@@ -176,9 +173,9 @@ def _read_hyperclovax(settings: Settings, values: Table) -> Fields:
 
 
 def norms_of_heads(pattern: str) -> SourcesOf:
-    """Return a function for the sources of norms of queries and keys, each head's its own.
+    """Return a function for the sources of norms of queries and keys with scales for each head.
 
-    Their names are q or k and the pattern, in which # stands for the number of the head.
+    Their names are q or k followed by the pattern, in which # is the number of the head.
     """
 
     def sources(_: Facts, config: DenseConfig, __: Sources) -> Sources:
@@ -205,7 +202,7 @@ def _read_cohere(settings: Settings, _: Table) -> Fields:
     inside = source.get("rope_scaling") or source.get("rope_parameters")
     stated = inside.get("rope_theta") if isinstance(inside, Mapping) else None
     if source.get("rope_theta", stated) is None:
-        settings.note("no rope_theta: transformers 4 takes 10000 and 5 takes 500000; state it")
+        settings.note("no rope_theta: transformers 4 uses 10000 and 5 uses 500000; state it")
     return {}
 
 
@@ -216,13 +213,13 @@ def _read_cohere2(settings: Settings, values: Table) -> Fields:
 
 
 def _parameter(settings: Settings, given: Table, name: str) -> Fields:
-    """Return one more of the parameters of rotary positions."""
+    """Return the field of a further parameter of rotary positions."""
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     return {f"rotary_{name}": inner.number(name)}
 
 
 def _alpha(settings: Settings, values: Table) -> Fields:
-    """Return the alpha of a HunYuan, of which dynamic scaling makes a fixed base.
+    """Return the alpha of a HunYuan, from which dynamic scaling computes a fixed base.
 
     transformers, modeling_hunyuan_v1_dense.py, compute_ntk_alpha_rope_parameters
     """
@@ -235,10 +232,10 @@ def _alpha(settings: Settings, values: Table) -> Fields:
 
 
 def _growth(settings: Settings, values: Table) -> Fields:
-    """Return the factor by which a Ministral 3's queries grow, of its rotary parameters."""
+    """Return the factor by which a Ministral 3's queries grow with their position."""
     name, given = "llama_4_scaling_beta", rotary_parameters(settings.source)
     if not given:
-        return {f"rotary_{name}": 0.1}  # the library's
+        return {f"rotary_{name}": 0.1}  # the library's default
     if values.get("rotary_scaling_type") not in ("yarn", "llama3", "longrope"):
         settings.note(
             f"rotary positions {given!r:.200}: expected yarn, llama3 or longrope, as queries grow "
@@ -249,7 +246,7 @@ def _growth(settings: Settings, values: Table) -> Fields:
 
 
 def xielu_sources(*_: Any) -> Sources:
-    """Return the sources of the parameters of an activation."""
+    """Return the sources of the parameters of xIELU."""
     kinds = {"alpha_p": Copy, "alpha_n": Copy, "beta": Flat, "eps": Flat}
     return {
         f"{LAYER}mlp.xielu.{name}": kind(f"{LAYER}mlp.act_fn.{name}")
@@ -258,7 +255,7 @@ def xielu_sources(*_: Any) -> Sources:
 
 
 def falcon_sources(_: Facts, config: DenseConfig, __: Sources) -> Sources:
-    """Return the sources of norms that have names of their own: of two that read one input."""
+    """Return the sources of a layer's two norms of the same input, which have other names."""
     names = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
     whole = whole_names("transformer.h.{layer}.", names)
     return named_sources(whole, LAYOUT) if config.residual == "parallel" else {}

@@ -1,4 +1,4 @@
-"""OPT in Hugging Face's form: tensors that are computed, static int8 weights, and its settings."""
+"""Hugging Face's OPT: computed tensors, static int8 weights, and settings."""
 
 import functools
 import itertools
@@ -16,12 +16,12 @@ from export_scripts.families.mapping.tensors import ShapeTensor, constant, float
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
 
-# Static int8 weights from measured ranges of activations (int8_mode 2), a table {module: {"input":
+# Static int8 weights (int8_mode 2) from measured ranges of activations, a table {module: {"input":
 # max |x|, "output": max |y|}}. Formulas: FasterTransformer, examples/pytorch/gpt/utils/
-# huggingface_opt_convert.py; the scales are always fp32, as the loader reads them.
+# huggingface_opt_convert.py. The loader reads the scales as fp32.
 _LARGEST = 127.0
 _OPT_LAYER = "model.decoder.layers.{layer}."
-# FT matrix -> the source's modules it consists of.
+# FT matrix -> the modules of the source that make it up.
 _MODULES = {
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.dense": ("self_attn.out_proj",),
@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def _check_ranges(ranges: Table, num_layer: int) -> None:
-    """Refuse ranges of modules that are missing, not positive or not finite; all are named."""
+    """Refuse ranges that are missing, not positive or not finite; all are named."""
     modules = [name for parts in _MODULES.values() for name in parts]
     problems = []
     for layer, module, side in itertools.product(range(num_layer), modules, ("input", "output")):
@@ -44,7 +44,7 @@ def _check_ranges(ranges: Table, num_layer: int) -> None:
 
 
 def _int8_weights(ranges: Table, config: GPTConfig) -> Sources:
-    """Return the sources of int8 weights and their scales, each of its own layer."""
+    """Return the sources of each layer's int8 weights and scales."""
     parts = {f"{LAYER}{name}": modules for name, modules in _MODULES.items()}
     return {
         tensor.name: Compute(
@@ -64,13 +64,13 @@ def _int8_weights(ranges: Table, config: GPTConfig) -> Sources:
 
 
 def _int8_values(kind: str, shape: Any, entries: Any, config: GPTConfig, *weights: Any) -> Any:
-    """Return int8 weights or fp32 scales of a matrix, of which QKV has three parts.
+    """Return the int8 weights or the fp32 scales of a matrix; QKV has three parts.
 
-    Weights are round(w * 127 / max |w|) (in[, parts], out), each part by its own largest. A scale
-    is one number for each part, the scale between one for each of QKV's local columns:
-    output / (input * weight).
+    Weights are round(w * 127 / max |w|) (in[, parts], out), with the maximum of each part. A scale
+    is a number for each part; the scale between, output / (input * weight), is a number for each of
+    QKV's local columns.
     """
-    if isinstance(weights[0], ShapeTensor):  # checked as those of the matrix itself
+    if isinstance(weights[0], ShapeTensor):  # shapes are checked with the matrix itself
         return ShapeTensor(shape)
     inputs = _scales(entries, "input")
     if kind == "scale":
@@ -90,7 +90,7 @@ def _int8_values(kind: str, shape: Any, entries: Any, config: GPTConfig, *weight
 
 
 def _weight_scale(weight: Any) -> float:
-    """Return 127 / max |w|, divided in fp32."""
+    """Return 127 / max |w|, computed in fp32."""
     largest = abs(float32(weight)).max()
     if largest == 0:
         raise CheckpointMismatchError("weights that are all zero have no int8 scale")
@@ -98,9 +98,9 @@ def _weight_scale(weight: Any) -> float:
 
 
 def _scales(entries: Any, side: str) -> list[float]:
-    """Return 127 / range of each module; the parts of QKV are rounded to fp32 on the way.
+    """Return 127 / range of each module, computed in fp32 for the parts of QKV.
 
-    NVIDIA's converter gathers those in an fp32 array and keeps the others as Python numbers.
+    NVIDIA's converter has these in an fp32 array, the others as Python numbers.
     """
     if len(entries) == 1:
         return [_LARGEST / entry[side] for entry in entries]
@@ -136,12 +136,12 @@ def _written_opt(config: GPTConfig) -> Fields:
 
 
 def _widened(_: GPTConfig, table: Any, project: Any) -> Any:
-    """Return (V, hidden) of a narrower table (V, w) and a projection (w, hidden)."""
+    """Return the table (V, hidden) from a narrower one (V, w) and a projection (w, hidden)."""
     return float32(table) @ float32(project)
 
 
 def _neutral(facts: Facts) -> Sources:
-    """Return the biases and the norms' parameters of models that store none."""
+    """Return constants for the biases and norm parameters that a model does not store."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
     return {
@@ -152,7 +152,7 @@ def _neutral(facts: Facts) -> Sources:
 
 
 def opt_sources(facts: Facts, config: GPTConfig, table: Sources) -> Sources:
-    """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
+    """Return the sources that names do not describe; opt-350m has narrow tables and projections."""
     found: Sources = {
         **_neutral(facts),
         "model.wpe": Copy("model.decoder.embed_positions.weight", skip=_POSITION_OFFSET),

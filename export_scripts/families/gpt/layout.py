@@ -31,18 +31,18 @@ class GPTConfig(DecoderConfig):
     adapter_inter_size: int = 0
     model_variant: str | None = None
     int8: bool | None = None  # static int8 files are next to the weights
-    exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
-    # Not an FT key: distinguishes a lost model.lm_head.weight.bin from a tied head. FT takes the
-    # head for tied where the file is absent.
+    exact_gelu: bool = False  # not an FT key (FT computes the tanh form): gelu by erf
+    # Not an FT key: distinguishes a missing model.lm_head.weight.bin from a tied head. Without the
+    # file, FT assumes a tied head.
     tie_word_embeddings: bool = ini_field(True, absent=lambda _, files: f"{HEAD}.bin" not in files)
 
     @property
     def local_hidden(self) -> int:
-        """Attention width of one tensor-parallel rank."""
+        """The attention width of a tensor-parallel rank."""
         return self.hidden // self.tensor_para_size
 
     def architecture(self) -> DecoderArchitecture:
-        """Return the decoder; a gate is refused too."""
+        """Return the decoder; a gated activation is refused, too."""
         if self.layernorm_type not in ("pre_layernorm", "post_layernorm"):
             raise ValueError(
                 f"layernorm_type = {self.layernorm_type}; known: pre_layernorm, post_layernorm"
@@ -52,7 +52,7 @@ class GPTConfig(DecoderConfig):
             raise ValueError(f"activation_type = {self.activation_type}: GPT folders hold no gate")
         learned = self.has_positional_encoding
         alibi = self.use_attention_linear_bias
-        # BLOOM's post variant normalises first and adds the residual of what was normalised.
+        # BLOOM's post variant normalises first, and the residual adds the normalised input.
         bloom_post = self.model_variant == "bloom-post"
         return self.built(
             DecoderArchitecture,
@@ -66,7 +66,7 @@ class GPTConfig(DecoderConfig):
         )
 
     def ft_limits(self) -> list[str]:
-        """Return a reason for BLOOM's post variant."""
+        """Return a reason if the model is BLOOM's post variant."""
         if self.model_variant == "bloom-post":
             return [
                 "model_variant = bloom-post adds the residual of the normalised input, which "

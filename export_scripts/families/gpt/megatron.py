@@ -1,6 +1,6 @@
-"""The GPT layout from NeMo and Megatron-LM, in the names before megatron-core and in its own.
+"""The GPT layout from NeMo and Megatron-LM, with megatron-core's names or older ones.
 
-Names of the latter: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer specs.
+megatron-core's names: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and layer specs.
 """
 
 import re
@@ -26,7 +26,7 @@ from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Sources
 from foundations.files.json_content import Fields
 
-# GPT-2's end of text, which Megatron's converters assume without a vocabulary.
+# GPT-2's end of text, which Megatron's converters assume if there is no vocabulary.
 _GPT2_END_OF_TEXT = 50256
 _GPT2_TOKENIZER = "GPT2BPETokenizer"
 
@@ -40,7 +40,7 @@ _QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
 
 
 def not_gpt(traits: MegatronTraits) -> list[str]:
-    """Return every reason the FT GPT layout cannot hold a model."""
+    """Return every reason why FT's GPT layout cannot hold a model."""
     width = traits.size_per_head * traits.head_num
     known = {
         "position_embedding_type": (traits.position, ("learned_absolute",)),
@@ -68,7 +68,7 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
 
 
 def common_fields(facts: Facts, traits: MegatronTraits) -> Fields:
-    """Return what the configs of all Megatron-style decoders have.
+    """Return the fields that the configs of all Megatron-style decoders have.
 
     Raises:
         ValueError: The special tokens are unknown.
@@ -86,7 +86,7 @@ def common_fields(facts: Facts, traits: MegatronTraits) -> Fields:
 
 
 def gpt_config(facts: Facts, traits: MegatronTraits, **own: Any) -> GPTConfig:
-    """Return the config of a Megatron-style GPT that passed `unsupported`, with fields of its own.
+    """Return the config of a supported Megatron-style GPT; `own` are further fields.
 
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
@@ -104,10 +104,10 @@ def gpt_config(facts: Facts, traits: MegatronTraits, **own: Any) -> GPTConfig:
 
 
 def start_and_end(facts: Facts) -> tuple[int, int]:
-    """Return start_id and end_id: stated, the tokenizer's, or GPT-2's for its tokenizer.
+    """Return start_id and end_id: stated, the tokenizer's, or GPT-2's if that is the tokenizer.
 
     Raises:
-        ValueError: The tokenizer is another one and its files are missing.
+        ValueError: The tokenizer is another one, and its files are missing.
     """
     known, tokenizer = facts.special_ids(), facts.config.get("tokenizer")
     if isinstance(tokenizer, Mapping):
@@ -119,13 +119,13 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     if start is None or end is None:
         raise ValueError(
             "start_id and end_id are unknown: the checkpoint lacks the tokenizer's files; "
-            "name them (--vocab-path) or state the ids (--set start_id=.. --set end_id=..)"
+            "name them (--vocab-path) or state the IDs (--set start_id=.. --set end_id=..)"
         )
     return start, end
 
 
 def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
-    """Return a warning when the special tokens were assumed rather than read."""
+    """Return a warning if the special tokens were assumed, not read."""
     if facts.special_ids().eos is not None or "end_id" in facts.given:
         return []
     return [
@@ -148,7 +148,7 @@ def gpt_sources(
 
 
 def _names(facts: Facts) -> dict[str, str]:
-    """Return the modules of the layout and of Megatron before megatron-core."""
+    """Return module of the layout -> module of Megatron before megatron-core."""
     root = _ROOTS[facts.reader.format]
     own = "self_" if facts.has_any("*.self_attention.*") else ""
     stack = _stack(facts)
@@ -186,7 +186,7 @@ def tuned_keys(facts: Facts) -> list[str]:
 
 
 def _traits(facts: Facts) -> MegatronTraits:
-    """Return the traits; of Megatron-LM's version 0 from the tensors and the user."""
+    """Return the traits; for Megatron-LM's version 0, from tensors and the user's values."""
     source_format = facts.reader.format
     if source_format == "nemo" or facts.config.get("num_layers") is not None:
         return MegatronTraits(source_format, facts.config)
@@ -207,7 +207,7 @@ def _traits(facts: Facts) -> MegatronTraits:
 
 
 def _order(facts: Facts) -> str | None:
-    """Return how rows of the fused projection are nested; None for an unknown version."""
+    """Return the nesting of the fused projection's rows; None for an unknown version."""
     if facts.reader.format == "nemo":
         return "knd" if facts.config.get("megatron_legacy") else "nkd"
     return _QKV_ORDER.get(facts.config.get("checkpoint_version", 0))
@@ -270,16 +270,16 @@ CORE_HEAD = "model.output_layer.weight"
 
 
 def core_names(facts: Facts, shown: Mapping[str, int] = MappingProxyType({})) -> Fields:
-    """Return the modules of a layout and of megatron-core, whose norms may be fused with others.
+    """Return module of a layout -> module of megatron-core, whose norms may be fused.
 
-    `shown` has the layer that shows it of a norm, if not the first.
+    `shown` maps a norm to the layer that shows whether it is fused, if that is not the first.
     """
     table, traits = known_names(), core_traits(facts)
     names = {**table["core"], **({} if traits.gated else table["core_plain"])}
-    # A checkpoint to write, which has no tensors yet, has the modules of Transformer Engine.
+    # A checkpoint to write has no tensors yet; it will have Transformer Engine's modules.
     written = {
         "input_layernorm": facts.config.get("multi_latent_attention"),
-        "post_attention_layernorm": traits.expert_num > 1,  # which the router reads too
+        "post_attention_layernorm": traits.expert_num > 1,  # the router reads it, too
     }
     for ours, theirs in table["core_norms"].items():
         key = f"{CORE_LAYER}{theirs}.weight".format(layer=shown.get(ours, 0))
@@ -297,21 +297,21 @@ def is_core(facts: Facts) -> bool:
 
 
 def core_traits(facts: Facts) -> MegatronTraits:
-    """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
+    """Return the traits of a megatron-core checkpoint of any format."""
     config = facts.config
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
         config = {**config, "virtual_pipeline_model_parallel_size": None}
     if facts.reader.format == "megatron":
-        # Megatron-LM's models before megatron-core read it; these pass over it.
+        # Only Megatron-LM's models before megatron-core read it.
         config = {**config, "openai_gelu": None}
     return MegatronTraits(facts.reader.format, config)
 
 
 def core_args(config: Any) -> Fields:
-    """Return Megatron-LM's arguments for what the configs of all its decoders have.
+    """Return Megatron-LM's arguments for the common fields of its decoders, with all biases.
 
-    NVIDIA/Megatron-LM, megatron/training/arguments.py. Biases are everywhere.
+    NVIDIA/Megatron-LM, megatron/training/arguments.py
     """
     activation, gated = activation_choice(config.activation_type)
     return {
@@ -336,9 +336,9 @@ def core_args(config: Any) -> Fields:
 
 
 def core_embedding(facts: Facts) -> Fields:
-    """Return the vocabulary, and whether the head is its embedding.
+    """Return the fields of the vocabulary's size and of a tied head.
 
-    Pipeline stages may store a copy of that.
+    Pipeline stages may store a copy of the embedding as head.
     """
     is_tied = core_traits(facts).tied and (
         not facts.has(CORE_HEAD) or facts.same_values(CORE_HEAD, CORE_WTE)

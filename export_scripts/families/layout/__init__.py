@@ -1,1 +1,1 @@
-"""The vocabulary of families: config.ini fields, tensors with their splits, architectures."""
+"""What families consist of: config.ini fields, tensors and their splits, architectures."""

@@ -1,7 +1,7 @@
 """Architectures as records of plain choices; each family derives one from its config.ini.
 
-These records carry every fact the forward pass needs, so model modules do not depend on
-the family.
+They hold everything that the forward pass needs, so that the model's modules do not depend on the
+family.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from typing import Literal
 from foundations.files.json_content import Table
 
 Norm = Literal["layernorm", "rmsnorm"]
-# gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
-# relu2 is squared ReLU; xielu has parameters of each layer, and no gate.
+# gelu is the tanh approximation unless exact_gelu is set, as in FasterTransformer. relu2 is squared
+# ReLU; xielu has parameters in each layer, and no gate.
 Activation = Literal["gelu", "relu", "relu2", "silu", "xielu"]
 
 _KINDS: tuple[Activation, ...] = ("gelu", "relu", "relu2", "silu")
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
 
 
 def activation_choice(spelling: str) -> tuple[Activation, bool]:
-    """Return (activation, gated) for a spelling the FT loader accepts in config.ini.
+    """Return (activation, gated) for a spelling that FT's loader accepts in config.ini.
 
     Raises:
         ValueError: The loader would abort on this spelling.
@@ -39,7 +39,7 @@ def activation_choice(spelling: str) -> tuple[Activation, bool]:
         ) from None
 
 
-# Kinds of rotary scaling, and the parameters that each must have, by Hugging Face's names.
+# Kind of rotary scaling -> required parameters, by Hugging Face's names.
 ROTARY_SCALINGS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -51,12 +51,12 @@ ROTARY_SCALINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding of a decoder, of `dims` dimensions of each head.
+    """Rotary position embedding of a decoder: `dims` dimensions of each head are rotated.
 
     `kind` is one of ROTARY_SCALINGS, `scaling` its parameters; longrope's include its
-    attention_factor, and those with an original length that too. With llama_4_scaling_beta queries
-    grow by the multiples of that length that their position has passed; dynamic with alpha has
-    another base, and a fixed one.
+    attention_factor, and kinds with an original length include that. With llama_4_scaling_beta,
+    queries grow with the number of original lengths before their position; dynamic with alpha
+    changes the base once, for all lengths.
     """
 
     dims: int
@@ -67,7 +67,7 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layers:
-    """Sizes and choices that all models have."""
+    """Sizes and choices of all models."""
 
     head_num: int
     size_per_head: int
@@ -75,7 +75,7 @@ class _Layers:
     inter_size: int
     num_layer: int
     layernorm_eps: float = 1e-6
-    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
+    exact_gelu: bool = False  # gelu by erf, not tanh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,25 +85,25 @@ class DecoderArchitecture(_Layers):
     kv_head_num: int
     vocab_size: int
     position: Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
-    max_pos_seq_len: int | None = None  # None: no limit from a table
+    max_pos_seq_len: int | None = None  # size of the table of positions; None: no table
     rotary: Rotary | None = None
-    local_rotary: Rotary | None = None  # of the layers with a sliding window; None: `rotary`
-    rotary_layers: tuple[bool, ...] | None = None  # whether each layer rotates; None: all
+    local_rotary: Rotary | None = None  # for layers with a sliding window; None: `rotary`
+    rotary_layers: tuple[bool, ...] | None = None  # whether each layer rotates; None: all do
     norm: Norm = "layernorm"
     norm_one_plus: bool = False  # the stored scale is the distance from 1
     has_input_norms: bool = True  # attention and MLP read normalised input
-    has_output_norms: bool = False  # their outputs are normalised before they join the residual
-    # Norm of queries and keys before rotary: over each head, with one head's scales or those of
-    # all, or over all heads together (RMSNorm alone).
+    has_output_norms: bool = False  # their outputs are normalised before the residual adds them
+    # Norm of queries and keys before rotary: over each head with scales of one head ("head") or of
+    # all ("heads"), or over "all" heads together (RMSNorm only).
     query_key_norm: Literal["head", "heads", "all"] | None = None
-    query_key_norm_rotated: bool = False  # after it instead
+    query_key_norm_rotated: bool = False  # that norm comes after rotary
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
-    # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
+    # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm for both.
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
     activation: Activation = "gelu"
     gated: bool = False  # act(x W1) * (x W3) before W2
-    expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without
+    expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP, no router
     experts_per_token: int = 0
     normalized_routing: bool = True  # the weights of a token's experts sum to 1
     has_pre_decoder_layernorm: bool = False
@@ -114,21 +114,21 @@ class DecoderArchitecture(_Layers):
     untied_head: bool = False
     head_bias: bool = False
     adapter_inter_size: int = 0  # 0: no adapters after attention and MLP
-    sliding_window: int | None = None  # positions seen by a query, its own included
-    sliding_layers: tuple[bool, ...] | None = None  # whether each layer has it; None: all
-    attention_scale: float | None = None  # on q.k; None: 1 / sqrt(size_per_head)
+    sliding_window: int | None = None  # positions that a query attends to, its own included
+    sliding_layers: tuple[bool, ...] | None = None  # whether each layer has the window; None: all
+    attention_scale: float | None = None  # factor of q.k; None: 1 / sqrt(size_per_head)
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
-    logit_softcap: float | None = None  # likewise the logits, after their scale
+    logit_softcap: float | None = None  # the same for logits, after their scale
     logit_scale: float = 1.0
-    embedding_scale: float = 1.0  # on the embeddings of tokens
-    residual_scale: float = 1.0  # on what attention and MLP add to the residual
+    embedding_scale: float = 1.0  # factor of token embeddings
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoderArchitecture(_Layers):
-    """A T5-like model, whose encoder and decoder differ in their depth alone."""
+    """A T5-like model; encoder and decoder differ only in depth."""
 
-    decoder_num_layer: int  # `num_layer` is the encoder's; 0: an encoder alone
+    decoder_num_layer: int  # 0: only an encoder; `num_layer` is the encoder's
     vocab_size: int
     position: Literal["relative", "absolute"]
     num_buckets_or_max_pos_seq_len: int
@@ -145,7 +145,7 @@ class EncoderDecoderArchitecture(_Layers):
 
     @property
     def max_pos_seq_len(self) -> int | None:
-        """Rows of the table of positions, None without one."""
+        """The number of rows of the table of positions; None without a table."""
         return self.num_buckets_or_max_pos_seq_len if self.position == "absolute" else None
 
 

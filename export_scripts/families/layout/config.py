@@ -1,4 +1,4 @@
-"""The config of a model: a frozen dataclass per family whose fields are keys of config.ini."""
+"""The config of a model: a frozen dataclass per family; its fields are keys of config.ini."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ Layers = tuple[int, ...] | None  # numbers of layers; None: all
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
-# A damaged number must not list tensors until memory runs out.
+# With a damaged number of layers, the list of tensors would fill the memory.
 MOST_LAYERS = 10_000
 _MOST_MODULES = 1_000_000  # layers times experts
-# Entries of a list on a line of config.ini.
+# Entries of a list per line of config.ini.
 _ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
@@ -29,23 +29,23 @@ ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
 def ini_field(default: Any = dataclasses.MISSING, **special: Any) -> Any:
-    """Declare a config field that differs in config.ini from its name, or in its spelling.
+    """Declare a config field with another key or spelling in config.ini.
 
     Args:
-        default: Value when the key is absent; a field without one is required.
+        default: The value if the key is absent; a field without default is required.
         **special: Any of
-            key: Key in the file, when it is not the field's name.
-            as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
-            unless_default: Leave the key out where the value is the default.
-            absent: Makes the value of a key that other writers leave out, of the sections and the
-                names of the folder's files.
+            key: The key in the file, if it is not the field's name.
+            as_digit: Write a boolean as 1 or 0, for keys that the loader reads as integers.
+            unless_default: Do not write the default value.
+            absent: Computes the value of a key that other writers omit from (sections, names of the
+                folder's files).
     """
     return dataclasses.field(default=default, metadata=special)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTask:
-    """One p-tuned task: its table holds `prompt_length` virtual-token embeddings."""
+    """A p-tuned task, whose table has the embeddings of `prompt_length` virtual tokens."""
 
     task_name: str
     prompt_length: int
@@ -55,16 +55,16 @@ class PromptTask:
 class FTConfig:
     """Base of every family's config; the fields are config.ini keys verbatim.
 
-    A field whose value is None is not written. `tasks` are the p-tuned prompt tables, kept in
-    sections [task_<i>].
+    A field whose value is None is not written. `tasks` are the p-tuned prompt tables, in sections
+    [task_<i>].
     """
 
-    # Section of keys that name no other; further sections a family always writes.
+    # The main section, and further sections that a family always writes.
     SECTION: ClassVar[str] = ""
     EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ()
-    # Sections that hold a field, where these are not the main one alone; all get the same value.
+    # Field -> sections that hold it, if not only the main one; all have the same value.
     PLACES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    # Index placeholders of the layout's names -> the config field that counts them.
+    # Placeholder in the layout's names -> the config field with its count.
     INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
     weight_data_type: str
@@ -74,16 +74,16 @@ class FTConfig:
     tasks: tuple[PromptTask, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse values that do not belong together.
+        """Check the values.
 
         Raises:
-            ValueError: There are any; all problems are listed.
+            ValueError: There are `problems`; all are listed.
         """
         if problems := self.problems():
             raise ValueError("\n".join(problems))
 
     def problems(self) -> list[str]:
-        """Return what no runtime computes or no file holds."""
+        """Return a problem for each value that no runtime computes or no file can hold."""
         found = []
         if self.tensor_para_size < 1:
             found.append(
@@ -101,30 +101,30 @@ class FTConfig:
         return found
 
     def architecture(self) -> Architecture:
-        """Return what the runtime builds.
+        """Return the architecture that the runtime builds.
 
         Raises:
-            ValueError: A choice is one that loaders abort on, or contradicts another.
+            ValueError: Loaders abort on a choice, or it contradicts another.
         """
         raise NotImplementedError
 
     def built(self, kind: type[ArchitectureT], **own: Any) -> ArchitectureT:
-        """Return the architecture of some choices, and of this config's of the same name."""
+        """Return an architecture from `own` and from this config's values of the same names."""
         names = (field.name for field in dataclasses.fields(kind))
         same = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return kind(**{**same, **own})
 
     def ft_limits(self) -> list[str]:
-        """Return the reasons for which NVIDIA's FasterTransformer backend errs with the model."""
+        """Return every reason why NVIDIA's FasterTransformer backend computes something else."""
         return []
 
     @property
     def prompt_length(self) -> Mapping[str, int]:
-        """Virtual tokens of each prompt task by its name."""
+        """Name of a prompt task -> number of virtual tokens."""
         return {task.task_name: task.prompt_length for task in self.tasks}
 
     def index_values(self, placeholder: str) -> Sequence[int | str]:
-        """Return the values a placeholder such as {layer} or {task} takes, in order."""
+        """Return the values of a placeholder such as {layer} or {task}, in order."""
         if placeholder == "task":
             return [task.task_name for task in self.tasks]
         return range(getattr(self, self.INDICES[placeholder]))
@@ -133,7 +133,7 @@ class FTConfig:
         """Return the size of a dimension: a number, or a field or property of this config.
 
         Raises:
-            ValueError: It is not there, or negative.
+            ValueError: The size is missing or negative.
         """
         if isinstance(name, int):
             return name
@@ -165,13 +165,13 @@ class FTConfig:
     def from_sections(
         cls: type[ConfigT], sections: Sections, files: Collection[str] = ()
     ) -> ConfigT:
-        """Build the config from parsed sections: section -> key -> text, names in lower case.
+        """Return the config from parsed sections: section -> key -> text, names in lower case.
 
-        `files` are the weight files present, for facts that only presence shows.
+        `files` are the existing weight files, for values that only these show.
 
         Raises:
-            ValueError: Keys missing or not readable as their type, or values that do not belong
-                together; all of them are listed.
+            ValueError: Keys are missing or have the wrong type, or values contradict each other;
+                all are listed.
         """
         values: Fields = {}
         problems: list[str] = []
@@ -196,7 +196,7 @@ class FTConfig:
 
 
 def ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:
-    """Return the fields that are keys of config.ini; prompt tasks have sections of their own."""
+    """Return the fields that are keys of config.ini; prompt tasks are sections."""
     return [f for f in dataclasses.fields(cls) if f.name != "tasks"]
 
 
@@ -208,17 +208,17 @@ def _spell(value: Any, as_digit: bool) -> str:
     if isinstance(value, bool):
         return str(int(value)) if as_digit else str(value)
     if isinstance(value, tuple):
-        # The loader splits long lines; a list goes on in indented ones.
+        # The loader splits long lines; a list is continued on indented ones.
         rows = (value[at : at + _ROW] for at in range(0, len(value), _ROW))
         return ",\n".join(",".join(str(each) for each in row) for row in rows)
     return str(value)
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """Return the value of a config.ini key from its text, by the type of the config's field.
+    """Return the value of a config.ini key from its text and the type of the field.
 
     Raises:
-        ValueError: The text is not such a value.
+        ValueError: The text is not a value of this type.
     """
     kind = str(hint)
     if "tuple" in kind:
@@ -239,10 +239,10 @@ def parse_value(text: str, hint: Any) -> Any:
 
 
 def parse_integer(text: str) -> int:
-    """Return the integer the loader reads: strtol base 0, where 0x is hexadecimal and 0 octal.
+    """Return the integer that the loader reads: strtol with base 0 (0x is hexadecimal, 0 octal).
 
     Raises:
-        ValueError: The text is not wholly an integer; the loader would end its process or cut it.
+        ValueError: The whole text is not an integer; the loader would abort or truncate it.
     """
     if not _INTEGER.fullmatch(text):
         raise ValueError(f"{text!r} is not an integer")

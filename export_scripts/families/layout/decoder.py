@@ -1,4 +1,4 @@
-"""Common parts of decoder-only families: keys of config.ini, and the files of loaded prompts.
+"""Common parts of decoder-only families: keys of config.ini, and tables of prompts.
 
 Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_attention_kernels.cu.
 """
@@ -11,12 +11,12 @@ LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
 PROMPT_TABLE = "model.prompt_table.{task}.weight"
 
-# prompt_learning_type of keys and values that precede the prompt in every layer.
+# The prompt_learning_type of prompts that are keys and values in every layer.
 PREFIX_PROMPT = 2
 
 
 def unrotatable(name: str, dims: int, size: int) -> list[str]:
-    """Return a problem if so many dimensions of a head of a size cannot be rotated in pairs."""
+    """Return a problem if `dims` dimensions of a head of `size` cannot be rotated in pairs."""
     if 0 <= dims <= size and dims % 2 == 0:
         return []
     return [f"{name} = {dims} is not an even number of at most the head size of {size}"]
@@ -24,7 +24,7 @@ def unrotatable(name: str, dims: int, size: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(FTConfig):
-    """Keys that all decoders have; each family adds its own."""
+    """Keys of all decoders; each family adds its own."""
 
     model_name: str
     head_num: int
@@ -36,7 +36,7 @@ class DecoderConfig(FTConfig):
     end_id: int
 
     def problems(self) -> list[str]:
-        """Return also a problem if no head has the rotated dimensions."""
+        """Return also a problem if a head cannot have the rotated dimensions."""
         name = "rotary_embedding"
         return super().problems() + unrotatable(name, getattr(self, name, 0), self.size_per_head)
 
@@ -47,10 +47,10 @@ class DecoderConfig(FTConfig):
 
     @property
     def untied_head(self) -> bool:
-        """True if the folder holds its own LM head."""
+        """Whether the folder holds a separate LM head."""
         return not getattr(self, "tie_word_embeddings", False)
 
     @property
     def has_prefix_prompts(self) -> bool:
-        """True if the loaded prompts are keys and values of every layer."""
+        """Whether the prompts are keys and values in every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT

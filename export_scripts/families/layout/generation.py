@@ -1,4 +1,4 @@
-"""The end tokens that a model comes with, in the file that transformers keeps next to it."""
+"""A model's end tokens, from transformers' generation_config.json."""
 
 from foundations.files.json_content import Table
 
@@ -7,9 +7,12 @@ _MOST_ID = (1 << 31) - 1
 
 
 def end_tokens(settings: Table, source: object = GENERATION_FILE) -> tuple[int, ...]:
-    """Return the tokens that settings name as ends: one, several or none.
+    """Return the end tokens that settings state: one, several or none.
 
-    A negative id counts as none. Raises ValueError for anything else, with the `source` of it.
+    A negative ID means none.
+
+    Raises:
+        ValueError: The setting is something else; the message begins with `source`.
     """
     value = settings.get("eos_token_id")
     tokens = value if isinstance(value, list) else [] if value is None else [value]

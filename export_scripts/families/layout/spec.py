@@ -1,7 +1,8 @@
-"""Records of a family: its tensors, and the family itself.
+"""A family and its tensors.
 
 A layout is a table next to this module: the name of each file, its shape in names of config fields,
-the axis that tensor-parallel ranks share, and which models have it. Nothing here imports numpy.
+the axis that is split among tensor-parallel ranks, and which models have it. Nothing here imports
+numpy.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import Shape, item_size
 from foundations.files.json_content import Table
 
-# Config fields or properties, which must all be true (with "not " before a name: false), or have
-# the value after "="; of a tuple, the entry for the layer.
+# Conditions on config fields or properties: all must be true (with "not " before: false), or equal
+# the value after "="; a tuple has an entry per layer.
 When = tuple[str, ...]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -28,29 +29,29 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class FTTensor:
-    """One tensor of an FT folder."""
+    """A tensor of an FT folder."""
 
-    name: str  # file stem, indices filled in
-    shape: Shape  # before any split
-    split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
-    dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
-    optional: bool = False  # no loader reads it: folders without are complete
-    # Values (0) or scales (1) of a matrix in FP8.
+    name: str  # file stem, with indices filled in
+    shape: Shape  # the whole shape, before a split
+    split: int | None = None  # axis split among tensor-parallel ranks; None: one copy for all
+    dtype: str | None = None  # type on disk; None: the folder's weight_data_type
+    optional: bool = False  # no loader reads it: a folder without it is complete
+    # 0: values of a matrix in FP8; 1: its scales; None: another tensor.
     fp8_part: int | None = None
 
     def file_name(self, tp_rank: int = 0) -> str:
-        """Return the file that rank `tp_rank` reads."""
+        """Return the name of the file that rank `tp_rank` reads."""
         return f"{self.name}.bin" if self.split is None else f"{self.name}.{tp_rank}.bin"
 
     def file_names(self, tp_size: int) -> tuple[str, ...]:
-        """Return every file of this tensor."""
+        """Return the names of all files of this tensor."""
         return tuple(self.file_name(rank) for rank in range(1 if self.split is None else tp_size))
 
     def local_shape(self, tp_size: int) -> Shape:
         """Return the shape of one file.
 
         Raises:
-            ValueError: The split axis does not divide by `tp_size`.
+            ValueError: `tp_size` does not divide the split axis.
         """
         if self.split is None:
             return self.shape
@@ -62,24 +63,24 @@ class FTTensor:
         return tuple(shape)
 
     def file_bytes(self, tp_size: int, weight_data_type: str) -> int:
-        """Return the exact size of one file in bytes."""
+        """Return the size of a file in bytes."""
         return math.prod(self.local_shape(tp_size)) * item_size(self.dtype or weight_data_type)
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One record of a layout."""
+    """A record of a layout."""
 
-    name: str  # file stem; {layer}, {task} and the like are expanded
-    shape: tuple[str | int, ...]  # whole, in numbers and names of config fields or properties
+    name: str  # file stem, with placeholders such as {layer} and {task}
+    shape: tuple[str | int, ...]  # whole shape, in numbers and names of config fields or properties
     _: dataclasses.KW_ONLY
-    split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
-    when: When = ()  # of a model that has the tensor
-    dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
-    optional: bool = False  # written, though no loader reads it, so as to make the source again
+    split: int | None = None  # axis split among tensor-parallel ranks; None: one copy for all
+    when: When = ()  # conditions of a model that has the tensor
+    dtype: str | None = None  # type on disk; None: the folder's weight_data_type
+    optional: bool = False  # no loader reads it; written so that the source can be restored
 
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
-        """Yield (index, tensor) for every tensor of a model that this record describes."""
+        """Yield (index, tensor) for every tensor of a model that the record describes."""
         held = [_held(config, condition) for condition in self.when]
         if False in held:
             return
@@ -94,7 +95,7 @@ class WeightSpec:
 
 
 def _stored(tensor: FTTensor, config: FTConfig) -> tuple[FTTensor, ...]:
-    """Return the tensors of a folder for one of its model: of matrices in FP8 the scales, too."""
+    """Return what a folder stores for a tensor: of a matrix in FP8, values and scales."""
     group = getattr(config, "fp8_group_size", None)
     is_matrix = tensor.name.startswith("model.layers.") and len(tensor.shape) == 2
     if group is None or not is_matrix:
@@ -111,7 +112,7 @@ def _stored(tensor: FTTensor, config: FTConfig) -> tuple[FTTensor, ...]:
 
 
 def _held(config: FTConfig, condition: str) -> Any:
-    """Return whether a condition holds, or in which layers it does."""
+    """Return whether a condition holds, or for each layer whether it does."""
     name, _, value = condition.removeprefix("not ").partition("=")
     found, is_wanted = getattr(config, name), not condition.startswith("not ")
     if isinstance(found, tuple):
@@ -123,9 +124,9 @@ Layout = tuple[WeightSpec, ...]
 
 
 def layout_table(family: str) -> Layout:
-    """Return the records in the table next to this module; - is an empty column.
+    """Return the records of a family's table; - is an empty column.
 
-    Sizes are separated by spaces, conditions by commas; `stored` is a type on disk, or optional.
+    Sizes are separated by spaces, conditions by commas; `stored` is a type on disk, or `optional`.
     """
     text = (Path(__file__).parent / f"{family}.tsv").read_text(encoding="utf-8")
     return tuple(_spec(*line.split("\t")) for line in text.splitlines()[1:])
@@ -146,36 +147,36 @@ def _spec(name: str, shape: str, split: str, when: str, stored: str) -> WeightSp
 class ModelFamily:
     """A model family, without its source mappings."""
 
-    name: str  # key of the families table
-    model_type: str  # as config.pbtxt spells it for NVIDIA's backend
+    name: str  # key of the table of families
+    model_type: str  # its name in config.pbtxt for NVIDIA's backend
     config: type[FTConfig]
     layout: Layout
     # Config fields or properties that the tensor-parallel size must divide.
     divisible: tuple[str, ...] = ("head_num", "inter_size")
-    unread: tuple[str, ...] = ()  # patterns of files that other converters write for no loader
+    unread: tuple[str, ...] = ()  # patterns of other converters' files that no loader reads
     ft_backend: bool = True  # whether NVIDIA's FasterTransformer backend can serve it
-    has_shards: bool = True  # else it becomes a Hugging Face folder alone
-    # Whether a config.ini with the main section is this family's, if two share it.
+    has_shards: bool = True  # False: it is only written as a Hugging Face folder
+    # Whether a config.ini is this family's, if two families share a main section.
     owns: Callable[[Sections], bool] = lambda _: True
-    # For a folder's config and the names of its tensors, the sources of those whose values or
-    # shapes depend on the number of ranks (`families.mapping.sources`).
-    whole: Callable[[Any, Collection[str]], Table] = lambda *_: {}
+    # (config of a folder, names of its tensors) -> sources of the tensors whose values or shapes
+    # depend on the number of ranks (`families.mapping.sources`).
+    rank_dependent: Callable[[Any, Collection[str]], Table] = lambda *_: {}
 
     def expand(self, config: FTConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
-        """Yield (record, index, tensor) for every tensor of the folder, in layout order."""
+        """Yield (record, index, tensor) for every tensor of a folder, in the layout's order."""
         for spec in self.layout:
             for index, tensor in spec.expand(config):
                 yield from ((spec, index, each) for each in _stored(tensor, config))
 
     def tp_sizes(self, config: FTConfig) -> list[int]:
-        """Return the tensor-parallel sizes that divide a model, up to 128."""
+        """Return the tensor-parallel sizes up to 128 that divide a model."""
         return [n for n in range(1, 129) if self.is_divisible(config, n)]
 
     def is_divisible(self, config: FTConfig, tp_size: int) -> bool:
-        """Return whether `tp_size` ranks can share a model; some sizes depend on their number."""
-        cut = dataclasses.replace(config, tensor_para_size=tp_size)
-        return all(cut.dim(name, {}) % tp_size == 0 for name in self.divisible)
+        """Return whether `tp_size` ranks can share a model; some sizes depend on `tp_size`."""
+        split = dataclasses.replace(config, tensor_para_size=tp_size)
+        return all(split.dim(name, {}) % tp_size == 0 for name in self.divisible)
 
     def tensors(self, config: FTConfig) -> tuple[FTTensor, ...]:
-        """Return every tensor that the folder must hold."""
+        """Return every tensor that a folder must hold."""
         return tuple(tensor for _, _, tensor in self.expand(config) if not tensor.optional)

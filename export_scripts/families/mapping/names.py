@@ -63,7 +63,7 @@ def named_sources(
     rows: str = "own",
     order: str = "nkd",
     in_out: bool = False,
-    halves_of_each: bool = False,
+    halves_per_rank: bool = False,
 ) -> Sources:
     """Return the source of each tensor of a layout that has a name.
 
@@ -80,7 +80,7 @@ def named_sources(
         order: How those of a projection that the layout fuses too are, as `split_qkv` calls it.
         in_out: Whether matrices are (in, out), as in the layout; queries, keys and values are
             then three blocks of columns.
-        halves_of_each: Whether each training rank has a part of both halves of an MLP.
+        halves_per_rank: Whether each training rank has a part of both halves of an MLP.
     """
     halves = {
         module.removesuffix("_2") + end: which
@@ -108,7 +108,7 @@ def named_sources(
             cut = None if rows == "blocks" else 0
             out[spec.name] = attention_heads(key, QUERY_KEY_VALUE.index(bare), rows, cut)
         elif module in halves:
-            out[spec.name] = half(key, halves[module], of_each=halves_of_each)
+            out[spec.name] = half(key, halves[module], of_each=halves_per_rank)
         elif module in _AS_STORED:
             out[spec.name] = Copy(key, cut=0 if module in _VOCABULARY else None)
         elif bare == "attention.key_norm":

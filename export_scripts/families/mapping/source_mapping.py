@@ -200,14 +200,14 @@ class SourceMapping:
             return facts.with_paths(error.problems)
 
     def checked_config(self, facts: Facts, is_passed: IsPassed = lambda _: False) -> FTConfig:
-        """Return the config of a model; `is_passed` as for `in_the_way`.
+        """Return the config of a model; `is_passed` as for `judged_obstacles`.
 
         Raises:
             CheckpointMismatchError: Settings are missing or cannot be represented; all are listed,
                 each with a checkpoint's path.
             ValueError: A value that the user states is wrong.
         """
-        _, problems = self.in_the_way(facts, is_passed)
+        _, problems = self.judged_obstacles(facts, is_passed)
         try:
             config = self.config(facts)
         except CheckpointMismatchError as error:
@@ -216,7 +216,7 @@ class SourceMapping:
         refuse(facts.with_paths(problems))
         return config
 
-    def in_the_way(self, facts: Facts, is_passed: IsPassed) -> tuple[list[str], list[str]]:
+    def judged_obstacles(self, facts: Facts, is_passed: IsPassed) -> tuple[list[str], list[str]]:
         """Return remarks on the settings in the way that the user passes, and the other problems.
 
         `is_passed` says of a name whether the user passes it.

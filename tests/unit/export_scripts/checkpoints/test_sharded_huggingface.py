@@ -242,7 +242,7 @@ def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "model.safetensors", alone)
     wrapped = {f"_forward_module.model.{name}": tensor for name, tensor in tensors.items()}
     torch.save({"epoch": 1, "state_dict": wrapped, "loops": {}}, lightning / "last.ckpt")
-    with pytest.raises(ValueError, match=r"name the file, with its model.s config\.json"):
+    with pytest.raises(ValueError, match=r"name the file, and its model.s config\.json"):
         open_checkpoint(lightning)
     expected = converted(model, tmp_path / "expected")
     paths = alone, alone / "model.safetensors", indexed, lightning / "last.ckpt"
@@ -674,19 +674,22 @@ def parts(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (without("mp_rank_00*"), "lacks, of tensor parallelism, the *mp_rank_*_model_states.pt of"),
+        (without("mp_rank_00*"), "lacks the *mp_rank_*_model_states.pt of tensor-parallel ranks"),
         (copied("mp_rank_0{}_model_states.pt"), "rank 1 holds the values of rank 0"),
         (edited("*_model_*", lambda state: state.pop("universal_checkpoint_info")), "affine_map"),
-        (parts(lambda ranks: ranks.pop(1)), "in one part each"),
-        (parts(lambda ranks: ranks[1]["pieces"].clear()), "in one part each"),
-        (parts(lambda ranks: ranks[1]["pieces"][0].update(scale=0.5)), "in one part each"),
+        (parts(lambda ranks: ranks.pop(1)), "is not cut into one box for each"),
+        (parts(lambda ranks: ranks[1]["pieces"].clear()), "is not cut into one box for each"),
+        (
+            parts(lambda ranks: ranks[1]["pieces"][0].update(scale=0.5)),
+            "is not cut into one box for each",
+        ),
         (
             parts(lambda ranks: ranks[0]["pieces"][0].update(source=[0, [1, 16]])),
-            "in one part each",
+            "is not cut into one box for each",
         ),
         (
             parts(lambda ranks: ranks[0]["pieces"][0].update(dest=[16, [16, 1]])),
-            "in one part each",
+            "is not cut into one box for each",
         ),
         (parts(lambda ranks: ranks[0]["pieces"][0].update(source=[16, [16, 1]])), "overlap"),
     ],
@@ -808,7 +811,7 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
         open_checkpoint(source)
     others = {
         "llama": "has_qkv_bias is False by config.json, and True by the tensors",
-        "olmo2": "Megatron Bridge's alone",
+        "olmo2": "only Megatron Bridge has norms",
     }
     for name, reason in others.items():
         other = write_model(name, tmp_path / name)

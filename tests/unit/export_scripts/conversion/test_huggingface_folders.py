@@ -290,7 +290,9 @@ def test_values_that_fp16_lacks_leave_no_folder(tmp_path: Path) -> None:
 
 def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
-    with pytest.raises(ValueError, match="is a folder of shards, which becomes no other"):
+    with pytest.raises(
+        ValueError, match="is a folder of shards, which cannot be converted to other"
+    ):
         written(shards, tmp_path / "again", tp_size=2)
 
 

@@ -347,7 +347,7 @@ def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
 ) -> None:
     base = write_model("gpt2", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, **settings)
-    assert "save the model with a head of its own" in refusal(base, tmp_path / "out", adapter)
+    assert "save the model with a separate head" in refusal(base, tmp_path / "out", adapter)
     head = read_tensors(base)["transformer.wte.weight"]
     config, tensors = {"tie_word_embeddings": False}, {"lm_head.weight": head}
     apart = copy_of(base, tmp_path / "apart", config=config, tensors=tensors)

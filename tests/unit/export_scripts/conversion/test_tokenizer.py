@@ -148,7 +148,7 @@ def test_special_tokens_and_rows_are_those_of_the_model(corpus: Path, tmp_path: 
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
     assert tokenizer.decode([2], skip_special_tokens=True) == ""
     small = spm_archive(tmp_path / "small.nemo", trained(corpus, tmp_path), rows=60)
-    with pytest.raises(CheckpointMismatchError, match="embedding 60 rows"):
+    with pytest.raises(CheckpointMismatchError, match="embedding has 60 rows"):
         convert(request(small, tmp_path / "none"))
     assert not (tmp_path / "none" / "huggingface").exists()
 
@@ -230,7 +230,7 @@ def test_a_folder_of_hugging_face_is_copied_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("tokenizer.json", words(54), "embedding 53 rows"),
+        ("tokenizer.json", words(54), "embedding has 53 rows"),
         ("tokenizer.json", "{}", "holds no vocabulary"),
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a.B", null]}}', "auto_map"),
     ],

@@ -143,7 +143,7 @@ def test_arguments_are_those_of_the_model(tmp_path: Path) -> None:
     [
         ("gemma", "gpt", "embedding_scale"),
         ("granite", "gpt", "residual_scale"),
-        ("olmo2", "gpt", "Megatron Bridge's alone"),
+        ("olmo2", "gpt", "only Megatron Bridge has norms"),
         ("falcon", "gpt", "residual is parallel_shared"),
         ("smollm3", "gpt", "add_bias_linear"),
         ("llama-llama3", "gpt", "original_max_position_embeddings"),
