@@ -34,12 +34,12 @@ from foundations.files.json_content import Fields, Table
 
 
 def describe(path: Path, *, tensors: bool = False, settings: Path | None = None) -> Fields:
-    """Return a description of a path, and what can be done with it; `tensors` lists them all.
+    """Return a description of a path, and what can be done with it; `tensors` lists all tensors.
 
-    `settings` is the config.json, or its folder, of a trainer's checkpoint that lacks one.
+    `settings` is the config.json, or its folder, for a trainer's checkpoint without one.
 
     Raises:
-        ValueError: It is not a checkpoint, a converted folder or a config.json.
+        ValueError: The path is not a checkpoint, a converted folder or a config.json.
     """
     if path.name == HUGGINGFACE_CONFIG and path.is_file():
         path = path.parent
@@ -53,7 +53,7 @@ def describe(path: Path, *, tensors: bool = False, settings: Path | None = None)
             if not is_huggingface(path):
                 raise
             facts = _describe_config(path, error.problems)
-    return facts | {"can be": facts.pop("can be")}  # last
+    return facts | {"can be": facts.pop("can be")}  # moved to the end
 
 
 def _describe_folder(path: Path, *, tensors: bool) -> Fields:
@@ -81,7 +81,7 @@ def _describe_folder(path: Path, *, tensors: bool) -> Fields:
     }
     if not problems:
         _add_target(facts, path)
-    # A damaged manifest is among the problems.
+    # The problems include a damaged manifest.
     with contextlib.suppress(ValueError, LookupError):
         manifest = read_manifest(path)
         facts["converted from"] = manifest["source"]["path"]
@@ -119,7 +119,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> Fields:
 
 
 def _describe_config(path: Path, problems: Sequence[str]) -> Fields:
-    """Return what config.json alone says of a folder whose weights cannot be read."""
+    """Return a description from config.json of a folder whose weights cannot be read."""
     reader = open_configuration(path)
     facts = _becomes(reader)
     return {
@@ -138,7 +138,7 @@ def _plain(config: Table) -> Fields:
 
 
 def _becomes(reader: CheckpointReader) -> Fields:
-    """Return the family a checkpoint becomes, or every reason it cannot be converted."""
+    """Return the family that a checkpoint becomes, or every reason why it cannot be converted."""
     try:
         plain = with_own_adapter(with_plain_weights(reader))
         facts = Facts(plain, tp_size=1, weight_data_type="fp16", tokenizer=reader.tokenizer)
@@ -169,7 +169,7 @@ def _served(family: ModelFamily, config: FTConfig) -> list[str]:
 
 
 def _add_target(facts: Fields, path: Path, reader: CheckpointReader | None = None) -> None:
-    """Add the Hugging Face model that a source can be written as, or why there is none."""
+    """Add the Hugging Face model that a source can be written as, or the reasons against it."""
     request = ConversionRequest(path, path.parent, 1, "bf16", output_format="huggingface")
     try:
         plan = plan_huggingface(plan_conversion(request, reader=reader))
@@ -184,8 +184,8 @@ def _add_target(facts: Fields, path: Path, reader: CheckpointReader | None = Non
 
 
 def _passed_through(reader: CheckpointReader) -> list[str]:
-    """Return what another engine does with a Hugging Face folder as it is."""
-    if reader.format != "huggingface" or reader.described_in is not None:
+    """Return how another engine can serve a Hugging Face folder without conversion."""
+    if reader.format != "huggingface" or reader.settings_dir is not None:
         return []
     kind = reader.config.get("model_type", "unknown")
     return [
@@ -215,8 +215,8 @@ def main(arguments: Sequence[str]) -> int:
         "inspect",
         """
         Describe a checkpoint or a converted folder: format, family, sizes, parallelism, types,
-        tokenizer, and what can be done with it: served by which engine, converted to what.
-        Reads no tensor. Of a Hugging Face model config.json is enough.
+        tokenizer, and what can be done with it: which engines serve it, what it converts to.
+        No tensor is read. For a Hugging Face model, its config.json is enough.
         """,
         "exit status: 0 when the path is recognised, 1 otherwise.",
     )
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--model-config",
         type=Path,
-        help="config.json, or its folder, of a trainer's checkpoint that lies without one",
+        help="config.json, or its folder, for a trainer's checkpoint without one",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -14,7 +14,7 @@ from foundations.tables import markdown_table, text_table
 
 
 def support_table() -> list[Fields]:
-    """Return one row per source: its family, add-ons, way back, ranks and engines."""
+    """Return a row for each source: its family, add-ons, whether it is written, ranks, engines."""
     rows = []
     for mapping in SOURCE_MAPPINGS:
         family = mapping.family
@@ -35,7 +35,7 @@ def support_table() -> list[Fields]:
 
 
 def leaving_table() -> list[Fields]:
-    """Return one row per family: the formats it is read from, and the models it is written as."""
+    """Return a row for each family: formats that it is read from, models that it is written as."""
     rows = []
     for family in dict.fromkeys(mapping.family for mapping in SOURCE_MAPPINGS):
         mappings = [mapping for mapping in SOURCE_MAPPINGS if mapping.family is family]

@@ -1,7 +1,7 @@
-"""The fields of a SentencePiece model that decide its ids, as a message of protocol buffers.
+"""The protobuf message of a SentencePiece model, with the fields that determine its IDs.
 
 Source of the schema: google/sentencepiece, src/sentencepiece_model.proto. The library's own module
-demands a release of protobuf that tritonclient does not take.
+needs a release of protobuf that tritonclient does not support.
 """
 
 import functools
@@ -12,7 +12,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # TrainerSpec.ModelType
 UNIGRAM, BPE, WORD, CHAR = 1, 2, 3, 4
 
-# A FileDescriptorProto. Enumerations are read as numbers.
+# A FileDescriptorProto. Enums are read as numbers.
 _SCHEMA = """
 name: "sentencepiece_model.proto" package: "slipway" syntax: "proto2"
 message_type {
@@ -76,7 +76,7 @@ def read_sentencepiece(data: bytes) -> Any:
     """Return the content of a tokenizer.model, a ModelProto.
 
     Raises:
-        ValueError: It is not one.
+        ValueError: The content is something else.
     """
     from google.protobuf.message import DecodeError
 

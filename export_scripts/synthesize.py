@@ -25,7 +25,7 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from foundations.commands import command_parser, parse_pair, run_command, say
 from foundations.files.json_content import Fields
 
-# Standard deviation of GPT-2's initial weights: activations stay finite at any size.
+# The standard deviation of GPT-2's initial weights; activations stay finite at any size.
 _STD = 0.02
 _MOST_AT_ONCE = 16
 _NORM_SCALE = re.compile(r"layer_?norm\.weight$", re.IGNORECASE)
@@ -45,7 +45,7 @@ def synthetic_config(
     tensor_para_size: int = 1,
     given: Sequence[tuple[str, str]] = (),
 ) -> FTConfig:
-    """Return the config of a model of the given sizes, each as the command's option of its name.
+    """Return the config of a model of the given sizes, which the command's options explain.
 
     Raises:
         ValueError: The sizes do not divide, or a key is unknown; the message names it.
@@ -93,8 +93,8 @@ def synthesize(
     """Write <output_dir>/<N>-gpu with random weights and return it; it appears complete.
 
     A seed gives the same model for every N. Sparse matrices are holes, which read as zeros and take
-    no space on disk; of others a few, one for each processor and _MOST_AT_ONCE at the most, are
-    held in memory in fp32.
+    no space on disk. Other matrices are in memory in fp32, at most one per processor and
+    _MOST_AT_ONCE.
 
     Raises:
         ValueError: The folder exists.
@@ -113,14 +113,14 @@ def synthesize(
     threads = min(len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
     with whole_folder(final) as staging:
         write_config(staging, config)
-        with ThreadPoolExecutor(threads) as pool:  # numpy draws and rounds without Python's lock
+        with ThreadPoolExecutor(threads) as pool:  # numpy releases Python's lock
             deque(pool.map(write, family.tensors(config)), maxlen=0)
     return final
 
 
 @contextlib.contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """Give a hidden folder to write in, which becomes `final` after the block.
+    """Yield a hidden folder to write in, which becomes `final` after the block.
 
     Raises:
         ValueError: The folder exists.
@@ -138,7 +138,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def write_values(folder: Path, tensor: FTTensor, whole: Array, config: FTConfig) -> None:
-    """Write the files of a tensor, one for each rank that has its own part."""
+    """Write the files of a tensor: one for each rank, or one for all if they share it."""
     names = tensor.file_names(config.tensor_para_size)
     parts = [whole] if tensor.split is None else np.split(whole, len(names), tensor.split)
     for name, part in zip(names, parts, strict=True):
@@ -148,7 +148,7 @@ def write_values(folder: Path, tensor: FTTensor, whole: Array, config: FTConfig)
 
 
 def _values(tensor: FTTensor, seed: int) -> Array:
-    """Return a tensor in fp32: scales of norms are 1, biases 0, the rest normally distributed."""
+    """Return a tensor in fp32: scales of norms are 1, biases 0, others normally distributed."""
     if _NORM_SCALE.search(tensor.name):
         return np.ones(tensor.shape, np.float32)
     if _BIAS.search(tensor.name):
@@ -163,8 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "synthesize",
         """
-        Write an FT folder of any size with random weights, <output-dir>/<N>-gpu: for placement,
-        loading, memory plans and latency of a model before its checkpoint exists.
+        Write an FT folder of any size with random weights, <output-dir>/<N>-gpu, to test placement,
+        loading, memory and latency of a model before its checkpoint exists.
         """,
         """
         example, GPT-J-6B:
@@ -178,11 +178,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--family", required=True, choices=FAMILIES, help="family of the model")
     for flag, usual, text in (
         ("--hidden", None, "width of the residual stream"),
-        ("--layers", None, "layers; of a T5, those of each stack"),
+        ("--layers", None, "layers; for a T5, of each stack"),
         ("--heads", None, "attention heads"),
         ("--vocab", 51200, "tokens (default: 51200)"),
         ("--inter-size", 0, "width of the MLP (default: 4 x hidden)"),
-        ("--positions", 2048, "longest sequence, where the family has a limit (default: 2048)"),
+        ("--positions", 2048, "longest sequence, if the family has a limit (default: 2048)"),
         ("--tensor-model-parallel-size", 1, "tensor-parallel ranks (default: 1)"),
         ("--seed", 0, "seed of the weights (default: 0)"),
     ):
@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sparse", action="store_true",
         help="leave matrices as holes: zeros that take no space on disk")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
-        help="folder in which <N>-gpu is made")  # fmt: skip
+        help="folder in which <N>-gpu is created")  # fmt: skip
     return parser
 
 

@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "validate",
         """
-        Compare a converted folder with its config.ini or config.json and its manifest: the exact
-        set of files or tensors, each one's exact size, and (unless --quick) every checksum.
+        Compare a converted folder with its config.ini or config.json and its manifest: the set of
+        files or tensors, their sizes, and (unless --quick) every checksum.
         """,
         "exit status: 0 when they agree, 1 with every difference listed.",
     )

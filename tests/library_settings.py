@@ -130,7 +130,9 @@ def add_settings(table: Path, found: dict[tuple[str, ...], list[Any]]) -> list[s
         if each.use in ("read", "none"):
             values += [default for default in defaults if default not in values]
     lines = (
-        "\t".join((*keys, json.dumps(values), f"{each.use}: {each.why}" if each.why else each.use))
+        "\t".join(
+            (*keys, json.dumps(values), f"{each.use}: {each.reason}" if each.reason else each.use)
+        )
         for keys, (values, each) in sorted(rows.items())
     )
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")

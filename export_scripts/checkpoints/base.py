@@ -161,7 +161,7 @@ class ComputedPiece(Piece):
 
 Pieces = tuple[Piece, ...]  # a tensor's parts, in order of training tensor-parallel rank
 Tensors = dict[str, Pieces]  # by name
-IsPassed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
+IsAllowed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
 
 
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
@@ -334,19 +334,19 @@ class CheckpointReader:
     fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
     fp8_group: int = 0  # inputs per scale; 0: all
     remarks: tuple[str, ...] = ()  # for the report, such as the choice among several files
-    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
+    keepalive: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.
     is_distributed: bool = False
     # The config.json of the model if `config` is another format, and the name of its mapping.
     settings: Table = field(default_factory=dict)
     origin: str = ""
     # The folder of config.json and tokenizer if it is not the folder of the weights.
-    described_in: Path | None = None
+    settings_dir: Path | None = None
 
     @property
     def home(self) -> Path:
         """The folder, or file, that holds the settings and the tokenizer."""
-        return self.described_in or self.path
+        return self.settings_dir or self.path
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:

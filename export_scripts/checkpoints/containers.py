@@ -35,7 +35,7 @@ class Container:
     path: Path  # the archive or folder
     members: Files  # normalised relative name -> its byte range
     # Keeps the scratch folder of an unpacked gzip while the container is in use.
-    kept: tuple[Any, ...] = field(default=(), compare=False)
+    keepalive: tuple[Any, ...] = field(default=(), compare=False)
     folder: str = ""  # the folder in it, with a slash at the end; empty: all of it
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Container:
             for name, region in self.members.items()
             if name.startswith(folder)
         }
-        return Container(self.path, members, self.kept, self.folder + folder)
+        return Container(self.path, members, self.keepalive, self.folder + folder)
 
     def needed(self, name: str, why: str) -> Region:
         """Return a member.

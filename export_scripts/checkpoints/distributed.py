@@ -80,7 +80,7 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
         config=common,
         tensors={name: tensor.pieces for name, tensor in tensors.items()},
         files=(container.path,) if container.path.is_file() else tuple(sorted(files)),
-        kept=container.kept,
+        keepalive=container.keepalive,
         is_distributed=True,
         **facts,
     )

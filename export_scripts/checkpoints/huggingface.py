@@ -185,7 +185,7 @@ def index_huggingface(
     reader = dataclasses.replace(
         configuration,
         path=path,
-        described_in=settings,
+        settings_dir=settings,
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
         remarks=(*configuration.remarks, *_left_out(path)),

@@ -108,7 +108,7 @@ def open_nemo(
         else tuple(sorted({region.path for region in weights.values()})),
         tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
-        kept=container.kept,
+        keepalive=container.keepalive,
     )
 
 

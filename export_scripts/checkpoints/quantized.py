@@ -22,7 +22,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
     FileMaps,
-    IsPassed,
+    IsAllowed,
     Piece,
     Pieces,
     StoredTensor,
@@ -92,7 +92,7 @@ def quantization(reader: CheckpointReader) -> Table | None:
 
 def with_plain_weights(
     reader: CheckpointReader,
-    is_passed: IsPassed = lambda _: False,
+    is_allowed: IsAllowed = lambda _: False,
     *,
     keeps_fp8: bool = False,
 ) -> CheckpointReader:
@@ -100,7 +100,7 @@ def with_plain_weights(
 
     Args:
         reader: The checkpoint.
-        is_passed: Takes the name of an unknown setting; whether the user allows to ignore it.
+        is_allowed: Takes the name of an unknown setting; whether the user allows to ignore it.
         keeps_fp8: Whether the FP8 values will be used, which the result has as well.
 
     Raises:
@@ -115,7 +115,7 @@ def with_plain_weights(
         if method not in _FORMS:
             raise ValueError(f"quant_method = {method}: known are {', '.join(_FORMS)}")
         unknown = _unknown_settings(method, settings)
-        if named := [text for name, text in unknown.items() if not is_passed(name)]:
+        if named := [text for name, text in unknown.items() if not is_allowed(name)]:
             raise ValueError(
                 f"{', '.join(named)}: not known, and may change what is computed "
                 "(--allow-setting passes a setting by name)"
@@ -387,7 +387,7 @@ def _gptq(settings: Table, _: Collection[str]) -> _Form:
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"gptq of {bits} bits, checkpoint_format {layout}: expected 2, 4 or 8")
-    less = 1 if layout == "gptq" else 0
+    zero_offset = 1 if layout == "gptq" else 0
 
     def fit(parts: Parts) -> tuple[Shape, Widen]:
         words, out = _sizes(parts, ".qweight", _WORDS, None, None)
@@ -397,7 +397,7 @@ def _gptq(settings: Table, _: Collection[str]) -> _Form:
             _sizes(parts, ".g_idx", ("int32", "int64"), width)
         ends = (".qweight", ".qzeros", ".scales", ".g_idx")
         return (out, width), lambda widening, loaded: widening.gptq(
-            *map(loaded.get, ends), bits=bits, less=less
+            *map(loaded.get, ends), bits=bits, zero_offset=zero_offset
         )
 
     return _Form(".qweight", {".qzeros": True, ".scales": True, ".g_idx": False}, fit)

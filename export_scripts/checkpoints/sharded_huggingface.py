@@ -175,7 +175,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
         configuration,
         **form,
         path=path,
-        described_in=configuration.path,
+        settings_dir=configuration.path,
         files=(*configuration.files, *sorted(stored | index)),
         remarks=(
             *configuration.remarks,

@@ -64,7 +64,7 @@ def folder_members(folder: Path) -> Files:
 
 
 @dataclass(frozen=True)
-class MadeFile(Region):
+class GeneratedFile(Region):
     """A tokenizer file whose `content` was made from the file at `path`."""
 
     content: bytes = b""

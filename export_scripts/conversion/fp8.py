@@ -21,7 +21,7 @@ from export_scripts.checkpoints.quantized import QUANTIZATION
 from export_scripts.conversion.huggingface import copied_tensor, with_weights
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import WrittenTensor
-from export_scripts.families.mapping.sources import taken
+from export_scripts.families.mapping.sources import rearranged
 from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Fields, json_bytes, json_object
 
@@ -101,7 +101,7 @@ class _Matrix:
         first = 0
         for item, view in self.tensor.pieces:
             assert view is not None
-            parts = taken(item.build(self.source.facts, self.source.config), view)
+            parts = rearranged(item.build(self.source.facts, self.source.config), view)
             target = whole[first : first + view.shape[0]].reshape(parts.shape)
             gather(target, parts, whole_window(parts.shape), Workspace())
             first += view.shape[0]

@@ -29,7 +29,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
     FileMaps,
-    IsPassed,
+    IsAllowed,
     Piece,
     Pieces,
     StoredTensor,
@@ -247,12 +247,12 @@ def with_adapters(
     reader: CheckpointReader,
     paths: Sequence[Path],
     scratch_dir: Path | None,
-    is_passed: IsPassed = lambda _: False,
+    is_allowed: IsAllowed = lambda _: False,
 ) -> CheckpointReader:
     """Return a checkpoint with adapters merged into it, in order; no values are read yet.
 
-    Gzip archives are unpacked in `scratch_dir` while the reader is in use; `is_passed` says whether
-    the user allows a setting that would be refused.
+    Gzip archives are unpacked in `scratch_dir` while the reader is in use; `is_allowed` says
+    whether the user allows a setting that would be refused.
 
     Raises:
         CheckpointMismatchError: An adapter cannot be merged; every reason is listed.
@@ -265,7 +265,7 @@ def with_adapters(
     adapters: list[_Adapter] = []
     for path in paths:
         try:
-            adapter = _open_adapter(path, reader, scratch_dir, is_passed)
+            adapter = _open_adapter(path, reader, scratch_dir, is_allowed)
         except CheckpointMismatchError as error:
             problems += error.problems
             continue
@@ -278,7 +278,7 @@ def with_adapters(
         tensors=tensors,
         files=tuple(dict.fromkeys(files)),
         remarks=(*reader.remarks, *(each.describe() for each in adapters)),
-        kept=(*reader.kept, *adapters),
+        keepalive=(*reader.keepalive, *adapters),
     )
 
 
@@ -412,7 +412,7 @@ def _is_gated(key: str, tensors: Tensors) -> bool:
 
 
 def _open_adapter(
-    path: Path, base: CheckpointReader, scratch_dir: Path | None, is_passed: IsPassed
+    path: Path, base: CheckpointReader, scratch_dir: Path | None, is_allowed: IsAllowed
 ) -> _Adapter:
     """Return an adapter of the model `base`: a folder of PEFT, or a checkpoint of a trainer.
 
@@ -454,7 +454,7 @@ def _open_adapter(
         rank = up[0].shape[-1] if up[0].shape else 0
         scale = alpha / rank if rank else 0.0
         rows = sum(piece.shape[0] for piece in up if piece.shape)
-        blocks = _row_blocks(part, rows, base, reader, is_passed, problems) if part else None
+        blocks = _row_blocks(part, rows, base, reader, is_allowed, problems) if part else None
         update = Update(down, up, scale, axis, part=blocks)
         changes += _expert_updates(names, update) or [(names, update)]
     refuse(listed(list(dict.fromkeys(problems))))
@@ -485,7 +485,7 @@ def _row_blocks(
     rows: int,
     base: CheckpointReader,
     adapter: CheckpointReader,
-    is_passed: IsPassed,
+    is_allowed: IsAllowed,
     problems: list[str],
 ) -> RowBlocks:
     """Return the rows of a matrix that an adapter of a part of it, with `rows`, updates.
@@ -509,7 +509,7 @@ def _row_blocks(
             f"in {groups!r:.20} groups of {base.path} on {ranks!r:.20} ranks"
         )
         return RowBlocks(1, rows, 0, rows)
-    if adapter.format == "bridge" and groups > 1 and not is_passed(CANONICAL):
+    if adapter.format == "bridge" and groups > 1 and not is_allowed(CANONICAL):
         problems.append(
             f"{adapter.path} has separate adapters of queries, keys and values, which Megatron "
             "Bridge before 0.3.0 added to rows in another order; if a newer release trained it, "

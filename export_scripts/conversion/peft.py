@@ -26,7 +26,7 @@ from export_scripts.conversion.lora import Sum, Update
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import PEFT_CONFIG
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
-from export_scripts.families.mapping.sources import taken
+from export_scripts.families.mapping.sources import rearranged
 from foundations.errors import first_names, listed, refuse
 from foundations.files.json_content import json_bytes
 
@@ -260,7 +260,7 @@ class _Follower:
         read = functools.partial(_numbered, update, axis)
         for item, view in tensor.pieces:
             assert view is not None
-            parts = taken(item.build(self._source.facts, self._source.config, read), view)
+            parts = rearranged(item.build(self._source.facts, self._source.config, read), view)
             each = [part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors]
             found.append(np.concatenate(each, parts.axis).reshape(view.shape))
         whole: Array = np.concatenate(found)

@@ -132,8 +132,8 @@ def file_chunks(
             if isinstance(parts, bytes):
                 raw[:] = memoryview(parts)
             else:
-                taken = [(first, first + rows), *others]
-                gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
+                selected = [(first, first + rows), *others]
+                gather(raw.view(dtype).reshape(rows, *shape), parts, selected, space)
                 inspect(raw, data_type)
             first += rows
             filled += rows * row
@@ -152,13 +152,13 @@ def gather(out: Array, parts: Parts, window: Window, space: Workspace) -> None:
         if begin < end:
             place = [slice(None)] * out.ndim
             place[parts.axis] = slice(begin - low, end - low)
-            taken = [slice(first, last) for first, last in window]
-            taken[parts.axis] = slice(begin - offset, end - offset)
+            selected = [slice(first, last) for first, last in window]
+            selected[parts.axis] = slice(begin - offset, end - offset)
             target = out[tuple(place)]
             if isinstance(part, ShapeTensor):
                 store(target, np.broadcast_to(np.float32(part.fill), target.shape))
             else:
-                _copy(target, part[tuple(taken)], space)
+                _copy(target, part[tuple(selected)], space)
         offset += size
 
 

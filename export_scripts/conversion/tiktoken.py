@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import Files, read_small
-from export_scripts.checkpoints.tokenizers import MadeFile, is_list
+from export_scripts.checkpoints.tokenizers import GeneratedFile, is_list
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.fast_tokenizers import with_special
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
@@ -60,7 +60,7 @@ def with_tiktoken(files: Files, config: Table) -> Files:
         ) from error
     made = {_WHOLE: whole, SETTINGS_FILE: json.dumps(names, indent=2).encode()}
     rest = {other: file for other, file in files.items() if other != name}
-    return {**rest, **{n: MadeFile(path, name=n, content=data) for n, data in made.items()}}
+    return {**rest, **{n: GeneratedFile(path, name=n, content=data) for n, data in made.items()}}
 
 
 def _build(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":

@@ -22,7 +22,7 @@ from export_scripts.conversion.tensor_plan import (
     rank_window,
     whole_window,
 )
-from export_scripts.families.mapping.sources import Parts, taken
+from export_scripts.families.mapping.sources import Parts, rearranged
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric import widening
 from export_scripts.numeric.arrays import to_float32
@@ -209,7 +209,7 @@ class _Group:
                     self._built[item] = build_parts(self.plan, item)
                 parts = self._built[item]
                 if view is not None:
-                    parts = taken(parts, view)
+                    parts = rearranged(parts, view)
                     window = whole_window(parts.shape)
                 else:
                     tp_size = self.plan.config.tensor_para_size

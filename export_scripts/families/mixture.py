@@ -1,8 +1,8 @@
-"""Mixtures of experts, which pass through to other engines.
+"""Mixtures of experts, written only for other engines.
 
-The decoder of `families.dense` with a router and experts in place of each MLP, or of some; with
-attention of its own kind or DeepSeek's multi-latent attention. Neither our engine nor
-FasterTransformer serves them: they are written as Hugging Face folders alone.
+The decoder of `families.dense` with a router and experts in place of all or some MLPs, and with its
+attention or DeepSeek's multi-latent attention. Neither our engine nor FasterTransformer serves
+them: they are only written as Hugging Face folders and torch_dist checkpoints.
 """
 
 import dataclasses
@@ -45,32 +45,32 @@ CORRECTION = "mlp.router.correction"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Choices of a mixture beyond those of a decoder, in its config and its architecture.
+    """The fields that a mixture has in addition to a decoder, in config and architecture.
 
-    Sizes of multi-latent attention have Hugging Face's names; without it they are None.
+    Sizes of multi-latent attention have Hugging Face's names; without it, they are None.
     """
 
     expert_num: int
     experts_per_token: int
-    # The weights of a token's experts sum to 1; else they are parts of the scores of all.
+    # The weights of a token's experts sum to 1; else they are shares of the scores of all experts.
     normalized_routing: bool = True
-    router_scores: str = "softmax"  # over all experts, or sigmoid
-    has_router_correction: bool = False  # added to scores to choose experts, not to weigh them
-    routed_scale: float = 1.0  # on the weights of a token's experts
-    # Experts come from the `group_topk` best of so many groups. The score of a group is the sum of
-    # its best experts', `group_score` in number.
+    router_scores: str = "softmax"  # softmax over all experts, or sigmoid
+    has_router_correction: bool = False  # added to scores to choose experts, not to weight them
+    routed_scale: float = 1.0  # factor of the weights of a token's experts
+    # Experts are chosen from the `group_topk` best of `group_num` groups. A group's score is the
+    # sum of its `group_score` best experts.
     group_num: int = 1
     group_topk: int = 1
     group_score: int = 0
-    dense_layers: tuple[int, ...] = ()  # layers with one MLP instead of experts
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP instead of experts
     dense_inter_size: int = 0  # width of that MLP
-    shared_inter_size: int = 0  # width of the expert that reads every token; 0: there is none
-    has_shared_gate: bool = False  # whether its output is weighed by a sigmoid
-    # Router and experts have biases, and the halves of an expert's gate alternate.
+    shared_inter_size: int = 0  # width of the shared expert, which reads every token; 0: none
+    has_shared_gate: bool = False  # whether a sigmoid weights its output
+    # Router and experts have biases, and the rows of an expert's two halves alternate.
     has_expert_bias: bool = False
-    has_sinks: bool = False  # scores of each head compete with one more, of no position
-    # An expert's gate is f x sigmoid(alpha x f) x (g + offset) of its halves f and g, where the
-    # limit bounds f from above, and g on both sides.
+    has_sinks: bool = False  # each head's softmax has a further score, of no position
+    # An expert's gate is f x sigmoid(alpha x f) x (g + offset) of its halves f and g; the limit is
+    # an upper bound of f, and bounds g on both sides.
     gate_alpha: float = 1.0
     gate_offset: float = 0.0
     gate_limit: float | None = None
@@ -78,21 +78,21 @@ class Experts:
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None  # dimensions of a head that are not rotated
     v_head_dim: int | None = None
-    latent_eps: float | None = None  # of the norms of compressed queries, keys and values
-    mscale: float | None = None  # of YaRN
-    mscale_all_dim: float | None = None
+    latent_eps: float | None = None  # epsilon of norms of compressed queries, keys and values
+    mscale: float | None = None  # YaRN's
+    mscale_all_dim: float | None = None  # YaRN's
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureArchitecture(DecoderArchitecture, Experts):
-    """A decoder with experts, which no engine here computes."""
+    """A decoder with experts; no engine here computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(DenseConfig, Experts):
-    """A mixture; `inter_size` is the width of one expert.
+    """A mixture; `inter_size` is the width of an expert.
 
-    With multi-latent attention `size_per_head` is the number of dimensions that are rotated.
+    With multi-latent attention, `size_per_head` is the number of rotated dimensions.
     """
 
     SECTION: ClassVar[str] = "mixture"
@@ -106,42 +106,42 @@ class MixtureConfig(DenseConfig, Experts):
 
     @property
     def first_dense(self) -> int:
-        """Layers without experts before the first that has them."""
+        """The number of layers before the first one with experts."""
         return (*self.expert_layers, True).index(True)
 
     @property
     def gate_up_width(self) -> int:
-        """Width of both halves of an expert's gate."""
+        """The total width of both halves of an expert."""
         return 2 * self.inter_size
 
     @property
     def shared_expert_num(self) -> int:
-        """Shared experts of the width of the others, if the width is a multiple of theirs."""
+        """The width of the shared expert in widths of the other experts."""
         return self.shared_inter_size // self.inter_size
 
     @property
     def attention_width(self) -> int:
-        """Width of the values of all heads together."""
+        """The total width of all heads' values."""
         return self.head_num * (self.v_head_dim or self.size_per_head)
 
     @property
     def query_width(self) -> int:
-        """Width of all heads of multi-latent attention."""
+        """The total width of all heads' queries in multi-latent attention."""
         return self.head_num * ((self.qk_nope_head_dim or 0) + self.size_per_head)
 
     @property
     def kv_down_width(self) -> int:
-        """Width of compressed keys and values, and of the rotated part that all heads share."""
+        """The width of compressed keys and values and of the rotated part that heads share."""
         return (self.kv_lora_rank or 0) + self.size_per_head
 
     @property
     def kv_up_width(self) -> int:
-        """Width of the keys' other part and the values of all heads."""
+        """The total width of all heads' values and of the part of keys that is not rotated."""
         return self.head_num * ((self.qk_nope_head_dim or 0) + (self.v_head_dim or 0))
 
     @property
     def rotary_scaling(self) -> Fields:
-        """Parameters of rotary scaling, under Hugging Face's names."""
+        """Parameters of rotary scaling by Hugging Face's names."""
         scaling = super().rotary_scaling
         if self.kv_lora_rank and scaling:
             scaling.pop("attention_factor", None)
@@ -160,7 +160,7 @@ MIXTURE = ModelFamily(
 
 
 def _gpt_oss_sources(*_: Any) -> Sources:
-    """Return the sources of what is in no module of its own: a tensor for all experts, or sinks."""
+    """Return the sources of tensors that hold all experts, and of sinks."""
     names = {"gate_up": "gate_up_proj", "dense_4h_to_h": "down_proj"}
     ends = {"weight": "", "bias": "_bias"}
     keys = {f"{LAYER}attention.sinks": f"{LAYER}self_attn.sinks"} | {
@@ -184,18 +184,18 @@ def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
 
 
 def _qwen_layers(settings: Settings, values: Fields) -> Fields:
-    """Return the layers without experts: those listed, and all but every so many-th."""
+    """Return the layers without experts: those listed, and all but every n-th."""
     listed: Any = settings.source.get("mlp_only_layers") or []
     every = settings.integer("decoder_sparse_step", default=1)
     numbers = range(values["num_layer"])
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
-        settings.note(f"mlp_only_layers = {listed!r:.100}: expected a list of numbers of layers")
+        settings.note(f"mlp_only_layers = {listed!r:.100}: expected a list of layer numbers")
         listed = []
     return _dense(settings, values, (n for n in numbers if n in listed or (n + 1) % every))
 
 
 def _first_layers(settings: Settings, values: Fields) -> Fields:
-    """Return the first layers as those without experts."""
+    """Return the layers without experts: the first ones."""
     first = values.pop("first_dense", 0)
     return _dense(settings, values, range(min(first, values["num_layer"])))
 
@@ -204,7 +204,7 @@ _KINDS = ("dense", "sparse")
 
 
 def _listed_layers(settings: Settings, values: Fields) -> Fields:
-    """Return the layers without experts by a list, the first one without it."""
+    """Return the layers without experts from a list; without a list, it is the first layer."""
     count = values["num_layer"]
     kinds = settings.value("mlp_layer_types", default=["dense", *["sparse"] * (count - 1)])
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in _KINDS for k in kinds):
@@ -217,12 +217,12 @@ def _listed_layers(settings: Settings, values: Fields) -> Fields:
 
 
 def best_of_groups(values: Table) -> Fields:
-    """Return that the two best experts of a group count, if there are groups."""
+    """Return the field that the two best experts of a group make its score, if there are groups."""
     return {"group_score": 2} if values["group_num"] > 1 else {"group_topk": 1}
 
 
 def _ernie_layers(settings: Settings, values: Fields) -> Fields:
-    """Return the layers without experts: those outside of some, and all but every so many-th."""
+    """Return the layers without experts: those outside of a range, and all but every n-th in it."""
     last = values["num_layer"] - 1
     first = settings.natural("moe_layer_start_index", default=1)
     stated = settings.value("moe_layer_end_index", default=-1)
@@ -235,7 +235,7 @@ def _ernie_layers(settings: Settings, values: Fields) -> Fields:
 
 
 def _softmax_groups(settings: Settings, _: Fields) -> Fields:
-    """Return groups of which the best expert counts, if a method says that there are any."""
+    """Return the fields of groups, scored by their best expert, if topk_method uses groups."""
     method = settings.source.get("topk_method") or "greedy"
     if method not in (known := ("greedy", "group_limited_greedy")):
         settings.note(f"topk_method = {method!r:.100}: known: {', '.join(known)}")
@@ -260,14 +260,14 @@ def _written_groups(config: MixtureConfig) -> Fields:
 
 
 def _written_layers(config: MixtureConfig, **own: Any) -> Fields:
-    """Return the width of layers without experts, and settings of a model's own."""
+    """Return the width of layers without experts, and further settings."""
     return {"intermediate_size": config.dense_inter_size or config.inter_size, **own}
 
 
 def _latent(settings: Settings, values: Fields) -> Fields:
-    """Return what multi-latent attention has: parameters of YaRN that scale sine, cosine, scores.
+    """Return the fields of multi-latent attention: its epsilon, and YaRN's scales.
 
-    Its norms have an epsilon of their own in transformers.
+    transformers has a fixed epsilon for its norms.
     """
     fields = {"latent_eps": 1e-6}
     if values["kv_head_num"] != values["head_num"]:
@@ -282,8 +282,8 @@ def _latent(settings: Settings, values: Fields) -> Fields:
         settings.note(f"rotary scaling {given!r:.300}: expected yarn without attention_factor")
     elif not all(both) and (both[1] or both[0] not in (None, 1)):
         settings.note(
-            f"mscale = {both[0]!r:.100} and mscale_all_dim = {both[1]!r:.100}: transformers "
-            "takes both or neither, and vLLM each of them"
+            f"mscale = {both[0]!r:.100} and mscale_all_dim = {both[1]!r:.100}: transformers uses "
+            "both or neither, vLLM each of them"
         )
     mscale, all_dim = both if all(both) else (1.0, 0.0)
     return {**fields, "mscale": mscale, "mscale_all_dim": all_dim}
@@ -297,8 +297,8 @@ def _gate_warnings(config: MixtureConfig) -> list[str]:
     if not config.has_expert_bias or gate == _GPT_OSS_GATE:
         return []
     return [
-        f"swiglu_alpha and swiglu_limit are {gate}: transformers 4 and vLLM compute every gpt-oss "
-        f"with {_GPT_OSS_GATE}: load the folder with transformers 5"
+        f"swiglu_alpha and swiglu_limit are {gate}, but transformers 4 and vLLM compute every "
+        f"gpt-oss with {_GPT_OSS_GATE}: load the folder with transformers 5"
     ]
 
 
@@ -338,7 +338,7 @@ FUNCTIONS = {
     },
 }
 
-# Kinds of softmax with a score of no position, which is 0 with the first.
+# Kinds of softmax with a further score of no position, which the first fixes at 0.
 # megatron/core/transformer/dot_product_attention.py
 _SINKS = ("off-by-one", "learnable")
 _QUICK_GELU = 1.702  # x sigmoid(1.702 x); megatron/core/fusions/fused_bias_geglu.py
@@ -356,17 +356,17 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def balancing_reasons(traits: MegatronTraits) -> list[str]:
-    """Return a reason for each kind of balancing by which experts are chosen."""
+    """Return a reason for each kind of load balancing that affects the choice of experts."""
     balancing = traits.source.get("moe_router_load_balancing_type")
     return [
-        f"moe_router_load_balancing_type = {kind!s:.100}: it decides the routing too"
+        f"moe_router_load_balancing_type = {kind!s:.100}: it affects the routing, too"
         for kind in (balancing if isinstance(balancing, list) else [balancing])
         if kind not in _BALANCING
     ]
 
 
 def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
-    """Return the layers without experts: by a list, or all but every so many-th from the first."""
+    """Return the layers without experts: from a list, or all but every n-th from the first."""
     stated, count = traits.source.get("moe_layer_freq", 1), traits.num_layer
     if type(stated) is int and stated > 0:
         return tuple(number for number in range(count) if number % stated)
@@ -379,7 +379,7 @@ def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
 
 
 def core_experts(traits: MegatronTraits) -> Fields:
-    """Return the sizes of experts, and how they are chosen and weighed.
+    """Return the fields of experts: sizes, and how they are chosen and weighted.
 
     megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
     """
@@ -410,9 +410,9 @@ def core_experts(traits: MegatronTraits) -> Fields:
 
 
 def _core_latent(traits: MegatronTraits) -> Fields:
-    """Return the sizes of multi-latent attention, and its rotary positions.
+    """Return the fields of multi-latent attention: sizes and rotary positions.
 
-    Defaults of YaRN's parameters are not the same in all releases.
+    YaRN's parameters must be stated, as defaults differ between releases.
     megatron/core/transformer/multi_latent_attention.py
     """
     settings, source = traits.settings, traits.source
@@ -425,7 +425,7 @@ def _core_latent(traits: MegatronTraits) -> Fields:
     for name in ("mscale", "mscale_all_dim"):
         settings.value(name)
     mscale, all_dim = (core.number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim"))
-    # Plain attention's settings may have set these.
+    # Overrides what settings of plain attention may have set.
     scaling: Fields = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
     if kind == "yarn":
         original = "original_max_position_embeddings"
@@ -433,7 +433,7 @@ def _core_latent(traits: MegatronTraits) -> Fields:
             original = "max_position_embeddings"
         if (mscale == 0) != (all_dim == 0) and (mscale, all_dim) != (1, 0):
             settings.note(
-                f"mscale = {mscale:g}, mscale_all_dim = {all_dim:g}: transformers takes both, or "
+                f"mscale = {mscale:g}, mscale_all_dim = {all_dim:g}: transformers uses both, or "
                 "1 and 0"
             )
         scaling = core.yarn_fields(settings, original, (mscale, all_dim)) | {
@@ -511,7 +511,7 @@ def _core_args(config: MixtureConfig, is_tied: bool) -> list[Fields]:
 
 
 def _latent_args(config: MixtureConfig) -> Fields:
-    """Return the arguments of multi-latent attention, whose norms are Megatron's qk_layernorm."""
+    """Return the arguments of multi-latent attention; qk_layernorm stands for its norms."""
     if config.kv_lora_rank is None:
         return {}
     scaling = config.rotary_scaling
@@ -533,7 +533,7 @@ def _latent_args(config: MixtureConfig) -> Fields:
         "qk_pos_emb_head_dim": config.size_per_head,
         "v_head_dim": config.v_head_dim,
         "rotary_percent": rotary_fraction(config.rotary_embedding, config.size_per_head),
-        "rotary_interleaved": False,  # as it always is there, in pairs
+        "rotary_interleaved": False,  # multi-latent attention always rotates neighbours
         "rope_type": "yarn" if scaling else "rope",
         "rotary_scaling_factor": scaling.get("factor", 1.0),
         **{name: scaling[name] for name in yarn if name in scaling},
@@ -564,19 +564,19 @@ def _core_weights(facts: Facts, config: MixtureConfig) -> Sources:
     return table
 
 
-# megatron/core/transformer/moe/router.py, apply_input_jitter, which does not ask for training
-_CORE_ALONE = {
+# Setting -> what only megatron-core does.
+# megatron/core/transformer/moe/router.py, apply_input_jitter
+_ONLY_CORE = {
     "moe_expert_capacity_factor": "megatron-core drops tokens beyond an expert's capacity",
-    "moe_input_jitter_eps": "megatron-core multiplies a router's input by noise, not in training "
-    "alone",
+    "moe_input_jitter_eps": "megatron-core multiplies a router's input by noise, also in inference",
 }
 
 
 def core_warnings(facts: Facts, config: MixtureConfig) -> list[str]:
-    """Return warnings about tokens, a gate, and what megatron-core does with experts alone."""
+    """Return warnings about tokens, a gate, and what only megatron-core does with experts."""
     own = [
         f"{key} = {facts.config[key]}: {what}; engines that load the folder do not"
-        for key, what in _CORE_ALONE.items()
+        for key, what in _ONLY_CORE.items()
         if facts.config.get(key)
     ]
     return assumed_tokens_warning(facts, config) + _gate_warnings(config) + own

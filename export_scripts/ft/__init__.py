@@ -1,4 +1,4 @@
 """The FT checkpoint folder: file names, config.ini, manifest, tokenizer files; write, check, read.
 
-Which tensors a family has is in `families`, and where they come from in `conversion`.
+`families` has the tensors of each family; `conversion` knows where they come from.
 """

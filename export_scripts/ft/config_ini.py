@@ -16,7 +16,7 @@ CONFIG_NAME = "config.ini"
 # The loader splits longer physical lines.
 MAX_LINE_BYTES = 199
 
-# Main sections of config.ini, and where the families are that have them: a server imports its own.
+# Main section of config.ini -> families that have it; a server only imports its own.
 SECTIONS = {
     "gpt": ("export_scripts.families.gpt.layout:GPT",),
     "gptj": ("export_scripts.families.gptj:GPTJ",),
@@ -73,7 +73,7 @@ def config_text(config: FTConfig) -> str:
     """Return the config.ini of a folder.
 
     Raises:
-        ValueError: A value the loader, or a configparser, would read back differently.
+        ValueError: The loader, or a configparser, would read a value back differently.
     """
     problems: list[str] = []
     lines: list[str] = []
@@ -91,7 +91,7 @@ def config_text(config: FTConfig) -> str:
 def _unreadable(section: str, key: str, value: str) -> list[str]:
     where = f"config.ini [{section}] {key} = {value[:40]!r}"
     problems = []
-    # A list goes on after a comma.
+    # A list is continued after a comma.
     whole = value.replace(",\n", ",")
     if any(len(line.encode()) > MAX_LINE_BYTES for line in f"{key} = {value}".split("\n")):
         problems.append(f"{where}: the line is longer than {MAX_LINE_BYTES} bytes")
@@ -148,9 +148,9 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
 
 
 def _refuse_experts(sections: Sections) -> None:
-    """Raise ValueError for a mixture of experts, as FasterTransformer's converters describe one.
+    """Raise ValueError for a mixture of experts, as FasterTransformer's converters describe it.
 
-    examples/pytorch/gpt/utils/megatron_gpt_moe_ckpt_convert.py, and that of T5.
+    examples/pytorch/gpt/utils/megatron_gpt_moe_ckpt_convert.py, and T5's converter.
     """
     for section, keys in sections.items():
         for key in ("expert_num", "num_experts"):
@@ -163,10 +163,10 @@ def _refuse_experts(sections: Sections) -> None:
 
 
 def _settle_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:
-    """Take tensor_para_size from the folder where config.ini leaves it out.
+    """Set tensor_para_size from the folder if config.ini omits it.
 
-    NVIDIA's converters of GPT-J, GPT-NeoX, OPT and T5 do. A folder that is not named <N>-gpu has as
-    many ranks as the numbers at the ends of its files say.
+    NVIDIA's converters of GPT-J, GPT-NeoX, OPT and T5 omit it. If the folder is not named <N>-gpu,
+    the rank numbers in its file names count.
     """
     named = re.fullmatch(r"(\d+)-gpu", ft_dir.name)
     if named is None:

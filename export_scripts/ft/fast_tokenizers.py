@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library, built from the files of others.
+"""Tokenizers of the `tokenizers` library, built from other libraries' files.
 
 Facts of SentencePiece: google/sentencepiece, src/sentencepiece_model.proto, src/normalizer.cc,
 src/bpe_model.cc, src/unigram_model.cc and src/sentencepiece_processor.cc.
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-# The space of SentencePiece's pieces.
+# The space in SentencePiece's pieces.
 BLANK = "\u2581"
-# Noncharacters of Unicode, which no text holds: between a character and its marks, for an unknown
-# token, for symbols of the user's.
+# Unicode noncharacters, which no text holds: between a character and its marks, for an unknown
+# token, and for user-defined symbols.
 _JOINT, _UNKNOWN = "\ufdd0", "\ufdd1"
 _PLACES = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _WITHIN_GRAPHEMES = r"(?<=[\s\S])(?=[\p{M}\x{200d}\x{ff9e}\x{ff9f}])|(?<=\r)(?=\n)"
 
 
 def piece_texts(model: Any, *kinds: int) -> list[str]:
-    """Return the texts of all pieces of some kinds in a ModelProto."""
+    """Return the texts of all pieces of the given kinds in a ModelProto."""
     return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 
 def sentencepiece_tokenizer(model: Any) -> Tokenizer:
     """Return the tokenizer of a SentencePiece model.
 
-    Its control symbols and the unknown one are special tokens. A text goes through the normaliser
-    as a whole, so that symbols of the user's are cut out of it later, by the pre-tokenizer.
+    Its control symbols and the unknown piece become special tokens. The normaliser must get a whole
+    text: the pre-tokenizer, which runs later, splits user-defined symbols off.
 
     Raises:
         ValueError: The library has no equal.
@@ -90,8 +90,8 @@ def sentencepiece_tokenizer(model: Any) -> Tokenizer:
 
 
 def _unigram_scores(model: Any) -> list[tuple[str, float]]:
-    """Return the scores as SentencePiece takes them: symbols of the user's win over all others."""
-    # Its best score begins at the least positive float, and scores are usually negative.
+    """Return the scores as SentencePiece uses them: user-defined symbols win over all others."""
+    # Its maximum starts at the smallest positive float, and scores are usually negative.
     best = max([0.0, *(piece.score for piece in model.pieces if piece.type == NORMAL)])
     return [
         (
@@ -145,9 +145,9 @@ def _normalizer(model: Any) -> Any:
 def _character_table(model: Any) -> list[Any]:
     """Return the steps that replace characters by the model's table.
 
-    The library's reading of the table loses a mark after a character that is replaced, and finds
-    few pairs: it gets one character at a time, and NFC joins what the table would. Symbols of the
-    user's are not looked up: other characters stand for them meanwhile.
+    The library applies the table to graphemes: it loses a mark after a replaced character and finds
+    few pairs. It therefore gets single characters, and NFC composes pairs as the table would.
+    User-defined symbols must not be replaced: noncharacters stand for them meanwhile.
     """
     from tokenizers import Regex, normalizers
 
@@ -168,12 +168,12 @@ def _character_table(model: Any) -> list[Any]:
 
 
 def _cuts(model: Any) -> Any:
-    """Return the pre-tokenizer that keeps symbols whole, and no others from becoming whole."""
+    """Return the pre-tokenizer that keeps user-defined symbols whole, but no other pieces."""
     from tokenizers import Regex, pre_tokenizers
 
     symbols = piece_texts(model, USER_DEFINED)
-    # The library finds these in a text, or where a text is one, if symbols are kept whole;
-    # SentencePiece never does.
+    # The library finds these in a text (with symbols: if they are the whole text); SentencePiece
+    # never does.
     hidden = [text for text in piece_texts(model, UNKNOWN, CONTROL, BYTE) if len(text) > 1]
     steps = []
     if symbols and model.trainer_spec.model_type != UNIGRAM:
@@ -210,12 +210,13 @@ def _decoder(model: Any) -> Any:
 
 
 def gpt2_tokenizer(vocabulary: bytes, merges: str) -> Tokenizer:
-    """Return the byte-level BPE of vocab.json and merges.txt, with GPT-2's splitting of the text.
+    """Return the byte-level BPE of vocab.json and merges.txt, with GPT-2's splitting of text.
 
-    A token that is neither a byte nor the product of a merge never comes from text: it is special.
+    A token that is neither a byte nor the product of a merge never results from text: it is made a
+    special token.
 
     Raises:
-        ValueError: The files are something else, or are not of one tokenizer.
+        ValueError: The files have another form, or are not of the same tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -236,7 +237,7 @@ def gpt2_tokenizer(vocabulary: bytes, merges: str) -> Tokenizer:
 
 
 def with_special(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
-    """Add special tokens, whose ids the vocabulary has; return the tokenizer."""
+    """Make tokens of the vocabulary special; return the tokenizer."""
     from tokenizers import AddedToken
 
     ids = backend.get_vocab()
@@ -246,9 +247,9 @@ def with_special(backend: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
 
 
 def wordpiece_tokenizer(data: bytes, *, is_lower: bool | None = None) -> Tokenizer:
-    """Return the WordPiece of a vocab.txt.
+    """Return the WordPiece tokenizer of a vocab.txt.
 
-    A text is lowered if `is_lower`; None: if no piece has a capital letter.
+    It lowercases texts if `is_lower`; None: if no piece has an uppercase letter.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""The identity of a folder of weights: a few words by which a served model is known."""
+"""The identity of a folder of weights, as a server reports it."""
 
 import hashlib
 import json
@@ -16,8 +16,7 @@ _DIGITS = 16
 def checkpoint_hash(folder: Path) -> str:
     """Return a hash of config.ini and of the name, size and checksum of every file of weights.
 
-    "" for a folder without a manifest, whose files would have to be read whole for it, and where
-    one of them cannot be read.
+    Without a readable config.ini and manifest, it is "": all files would have to be read for it.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -31,14 +30,14 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def served_identity(folder: Path | None, parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return what is served: the checkpoint's hash, types, and Slipway's version.
+    """Return the identity of a served model: the checkpoint's hash, types, and Slipway's version.
 
-    `parameters` are those of the model's config.pbtxt.
+    `parameters` are those in the model's config.pbtxt.
     """
     forms = ["int8"] if parameters.get("int8_mode", "0") != "0" else []
     forms += ["fp8"] if parameters.get("fp8", "0") != "0" else []
-    kept = parameters.get("kv_cache_dtype", "auto")
-    forms += [f"kv_{kept}"] if kept != "auto" else []
+    cache = parameters.get("kv_cache_dtype", "auto")
+    forms += [f"kv_{cache}"] if cache != "auto" else []
     return {
         "checkpoint": "" if folder is None else checkpoint_hash(folder),
         "data_type": parameters.get("data_type", ""),

@@ -5,7 +5,7 @@ from pathlib import Path
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 
-# Files that converters write next to the weights: of the tokenizer, and others.
+# Patterns of files that converters write next to the weights: the tokenizer's, and all.
 TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "tokenizer*", "*.model",
     "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
@@ -25,15 +25,15 @@ def staging_directory(folder: Path) -> Path:
 
 
 def manifest_path(ft_dir: Path) -> Path:
-    """Return the path of a folder's manifest, which is next to the folder, not in it."""
+    """Return the path of a folder's manifest, next to the folder."""
     return ft_dir.parent / f"{ft_dir.name}.manifest.json"
 
 
 def expected_files(family: ModelFamily, config: FTConfig) -> dict[str, int]:
-    """Return the exact size of every weight file in a folder.
+    """Return name -> size in bytes of every weight file in a folder.
 
     Raises:
-        ValueError: A split axis does not divide by its number of ranks.
+        ValueError: The ranks do not divide a split axis.
     """
     tp_size = config.tensor_para_size
     return {

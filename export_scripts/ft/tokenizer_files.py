@@ -1,4 +1,4 @@
-"""Tokenizer files: the kinds known, and the one a folder holds."""
+"""Tokenizer files: the known kinds, and the one that a folder holds."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from foundations.files.json_content import Fields, json_object
 class TokenizerFiles:
     """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`.
 
-    `settings` names the markers added to a text, `template` is how messages of a chat become one,
-    `generation` has defaults of requests; each if the checkpoint has that file.
+    `settings` states the tokens added to a text, `template` turns the messages of a chat into a
+    text, `generation` has defaults of requests; each is None if the checkpoint lacks the file.
     """
 
     kind: str
@@ -25,15 +25,15 @@ class TokenizerFiles:
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The files, with those that there need not be."""
+        """All files, including the optional ones."""
         others = (self.settings, self.template, self.generation)
         return (*self.files, *(each for each in others if each is not None))
 
 
 SETTINGS_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"  # of transformers from 4.52 on; before, a key of the settings
-TEMPLATES_FOLDER = "additional_chat_templates"  # of further ones, each a NAME.jinja
-# kind -> file names, all needed; in order of preference where a folder fits several.
+TEMPLATE_FILE = "chat_template.jinja"  # before transformers 4.52, a key of the settings
+TEMPLATES_FOLDER = "additional_chat_templates"  # further templates, NAME.jinja
+# kind -> required files; in order of preference if a folder has several kinds.
 TOKENIZER_KINDS = {
     "hf": ("tokenizer.json",),
     "bpe": ("vocab.json", "merges.txt"),
@@ -49,7 +49,7 @@ def tokenizer_settings(path: Path) -> Fields:
 
 
 def makes_tokenizer(names: Iterable[str]) -> bool:
-    """Return whether files of these names are enough for a tokenizer of some kind."""
+    """Return whether files with these names make up a tokenizer of any kind."""
     found = list(names)
     return any(
         all(fnmatch.filter(found, pattern) for pattern in patterns)
@@ -58,10 +58,10 @@ def makes_tokenizer(names: Iterable[str]) -> bool:
 
 
 def is_replaced(name: str, given: Sequence[str]) -> bool:
-    """Return whether a checkpoint's file gives way to the tokenizer files that a user names.
+    """Return whether the tokenizer files that the user named replace a checkpoint's file.
 
-    The same file does, and one of another kind, which could be taken in their place. Settings stay,
-    and merges next to a given vocabulary.
+    They replace files of the same name and of other kinds, which could be preferred to them.
+    Settings are kept, and so are merges if only a vocabulary is given.
     """
     kinds = [
         patterns

@@ -14,15 +14,15 @@ from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import checksum_of
 from foundations.files.json_content import Fields, json_object
 
-# Files whose checksums are computed at a time: one reads from the disk while another is summed.
+# Files whose checksums are computed at once: some are read from disk while others are summed.
 _READERS = 4
 
 
 def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
-    """Return every difference between a folder and its description; empty if there is none.
+    """Return every difference between an FT folder and its description.
 
-    Checked are config.ini, the exact set of weight files, each one's exact size, and, if the
-    folder has a manifest, the files it records (their checksums too with `checksums`).
+    config.ini, the set of weight files and their sizes are checked, and, if there is a manifest,
+    the files in it (with `checksums`, also their checksums).
     """
     if not ft_dir.is_dir():
         return [f"{ft_dir} is not a folder; expected a converted checkpoint such as <dir>/2-gpu"]
@@ -32,7 +32,7 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
         return error.problems
     problems = _compare_files(ft_dir, family, config)
     for name, problem in manifest_problems(ft_dir, checksums=checksums).items():
-        problems.setdefault(name, problem)  # each file's first
+        problems.setdefault(name, problem)  # one for each file
     return list(problems.values())
 
 
@@ -40,8 +40,7 @@ def open_directory(ft_dir: Path) -> tuple[ModelFamily, FTConfig, dict[str, FTTen
     """Return the family and the config of a folder, and the tensors that it holds, by name.
 
     Raises:
-        CheckpointMismatchError: The folder is not exactly what its config.ini describes, in the set
-            of its files or in their sizes.
+        CheckpointMismatchError: The set of files, or a size, differs from config.ini.
     """
     if problems := validate_directory(ft_dir, checksums=False):
         raise CheckpointMismatchError([f"{ft_dir} cannot be loaded:", *problems])
@@ -55,7 +54,7 @@ def open_directory(ft_dir: Path) -> tuple[ModelFamily, FTConfig, dict[str, FTTen
 
 
 def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
-    """Return file name -> problem; a problem of the folder itself is under its path."""
+    """Return file name -> problem; the key of a problem of the whole folder is its path."""
     try:
         expected = expected_files(family, config)
     except ValueError as error:
@@ -75,7 +74,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
 
 
 def _size_problems(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return file name -> problem of each file that has not its size."""
+    """Return file name -> problem of each file with another size, or missing."""
     problems = {}
     for name, size in sizes.items():
         try:
@@ -91,12 +90,12 @@ def _size_problems(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> Fields:
-    """Return the manifest of a converted folder, as `conversion.convert` makes it.
+    """Return the manifest of a converted folder, which `conversion.convert` writes.
 
-    Of a folder without one, `files` and `source` are empty.
+    Without a manifest, `files` and `source` are empty.
 
     Raises:
-        CheckpointMismatchError: It cannot be read.
+        CheckpointMismatchError: The manifest cannot be read.
     """
     path = manifest_path(folder)
     if not path.exists():
@@ -117,7 +116,7 @@ def read_manifest(folder: Path) -> Fields:
 
 
 def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
-    """Return file name -> problem; a problem of the manifest itself is under its path."""
+    """Return file name -> problem; the key of a problem of the manifest is its path."""
     try:
         records = read_manifest(folder)["files"]
     except CheckpointMismatchError as error:

@@ -1,7 +1,7 @@
-"""Writer of an FT folder that appears complete or not at all; interrupted runs can continue.
+"""The writer of a folder that appears complete or not at all; interrupted runs can be resumed.
 
-Files are written in a hidden sibling of the folder, each under a temporary name until complete. A
-journal next to it lists the complete ones.
+Files are written to a hidden folder next to the final one, each under a temporary name until it is
+complete. A journal lists the complete ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[], object]
 
 
 class WorkPaths:
-    """A folder, its manifest, and the hidden paths next to it during a conversion."""
+    """The paths of a folder and its manifest, and the hidden paths next to it while converting."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -48,10 +48,10 @@ class WorkPaths:
 
 
 class WriteBehind:
-    """One worker's write queue: its steps run in order in a thread of their own.
+    """A worker's write queue, whose steps run in order in a thread.
 
-    A worker fills one buffer while the previous one is written. At most one step is pending when it
-    starts another, so two alternating buffers are enough.
+    A worker fills a buffer while the previous one is written. At most one step is pending when the
+    worker fills the next buffer, so two alternating buffers are enough.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class WriteBehind:
         self._last: concurrent.futures.Future[object] | None = None
 
     def wait(self) -> None:
-        """Wait for all steps; raise the last one's error."""
+        """Wait for all steps; raise the error of the last one."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
@@ -70,7 +70,7 @@ class WriteBehind:
         self._last = self._thread.submit(step)
 
     def run_next(self, step: Step) -> None:
-        """Queue a step after the previous one without waiting; it is skipped if that one failed."""
+        """Queue a step without waiting; it is skipped if the previous one failed."""
         before = self._last
 
         def after() -> None:
@@ -81,15 +81,15 @@ class WriteBehind:
         self._last = self._thread.submit(after)
 
     def close(self) -> None:
-        """Wait for all steps, failed ones included, and end the thread."""
+        """Wait for all steps, ignoring errors, and end the thread."""
         self._thread.shutdown(wait=True)
 
 
 class FTWriter:
-    """The files of one folder while they are written. Use within a `folder_lock`.
+    """The files of a folder while they are written. Use it within a `folder_lock`.
 
-    `identity` is a digest of everything that decides the contents; a journal of another one is not
-    continued.
+    `identity` is a digest of everything that determines the contents; the journal of another
+    identity is not resumed.
     """
 
     def __init__(self, paths: WorkPaths, identity: str) -> None:
@@ -102,34 +102,34 @@ class FTWriter:
         self.records: dict[str, Fields] = {}
 
     def __enter__(self) -> FTWriter:
-        """Continue an interrupted run of the same identity, or start over."""
+        """Resume an interrupted run of the same identity, or start over."""
         paths = self.paths
         if is_interrupted(paths, self._journal):
-            self._continue()
+            self._resume()
         else:
             self.discard()
         paths.staging.mkdir(parents=True, exist_ok=True)
-        for path in paths.staging.rglob("*"):  # which does not enter linked folders
-            is_own = path.relative_to(paths.staging).as_posix() in self.records
-            if path.is_symlink() or (path.is_file() and not is_own):
+        for path in paths.staging.rglob("*"):  # does not enter linked folders
+            is_complete = path.relative_to(paths.staging).as_posix() in self.records
+            if path.is_symlink() or (path.is_file() and not is_complete):
                 path.unlink()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for what is being written; complete files are kept for the next run."""
+        """Wait for pending writes; complete files are kept for the next run."""
         for queue in self._queues:
             queue.close()
 
-    def _continue(self) -> None:
+    def _resume(self) -> None:
         for line in self._journal.lines():
-            # A crash may leave any bytes.
+            # After a crash, a line may hold any bytes.
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 record = json.loads(line)
                 path = self.paths.staging / record["file"]
                 is_whole = path.is_file() and path.stat().st_size == record["size_bytes"]
-                # After a machine crash the journal may list files whose contents were lost.
-                is_kept = record["boot"] == self._boot
-                if is_whole and (is_kept or checksum_of(path) == record["crc32"]):
+                # After a reboot, the contents of a file in the journal may be lost.
+                is_same_boot = record["boot"] == self._boot
+                if is_whole and (is_same_boot or checksum_of(path) == record["crc32"]):
                     self.records[record["file"]] = record
 
     def write(
@@ -140,23 +140,23 @@ class FTWriter:
         *,
         facts: Table | None = None,
     ) -> None:
-        """Write one file, renamed once it is complete. Any thread may call this.
+        """Write a file, which gets its name after it is complete. Thread-safe.
 
-        Large files are written in the background; the last chunk may be pending when this
-        returns (see `flush`). Small files overtake large ones.
+        Large files are written in the background; the last chunk may be pending when this returns
+        (see `flush`). Small files overtake large ones.
 
         Args:
             name: File name, or path in the folder.
-            size: Exact bytes.
-            chunks: Contents in order. Of a file of LARGE_BYTES or more, each must stay unchanged
-            until the next but one is requested.
-            facts: Further facts for the record.
+            size: Exact size in bytes.
+            chunks: Contents in order. In a file of LARGE_BYTES or more, a chunk must stay unchanged
+                until the next but one is requested.
+            facts: Further entries of the record.
 
         Raises:
             OSError: A file cannot be written.
         """
         queue = self._queue() if size >= LARGE_BYTES else None
-        run = queue.run if queue else lambda step: step()  # small files are worth no thread
+        run = queue.run if queue else lambda step: step()  # a thread does not pay off
         found = 0
         file = SequentialFile(self.paths.staging / name, size)
         try:
@@ -168,7 +168,7 @@ class FTWriter:
                 **(facts or {}),
             }  # fmt: skip
         except BaseException:
-            with contextlib.suppress(OSError):  # which the last step may have raised already
+            with contextlib.suppress(OSError):  # the last step may have raised it already
                 if queue:
                     queue.wait()
             file.close()
@@ -194,7 +194,7 @@ class FTWriter:
         return queue
 
     def flush(self) -> None:
-        """Wait until every file is complete and renamed. No thread may be writing.
+        """Wait until every file is complete and has its name. No thread may be writing.
 
         Raises:
             OSError: A file cannot be written.
@@ -203,7 +203,7 @@ class FTWriter:
             queue.wait()
 
     def finish(self, manifest: Table) -> None:
-        """Publish the folder: write its manifest, flush both to disk, rename them.
+        """Publish the folder: write its manifest, flush both to disk, and rename them.
 
         Raises:
             CheckpointMismatchError: The folder differs from the journal.
@@ -229,21 +229,21 @@ class FTWriter:
         paths.replaced_manifest.unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Delete everything written so far."""
         _remove(self.paths.staging)
         self._journal.forget()
 
 
 def is_interrupted(paths: WorkPaths, journal: Journal) -> bool:
-    """Return whether the interrupted run of a journal can be continued.
+    """Return whether the interrupted run of a journal can be resumed.
 
-    Not if links lead elsewhere: what is behind them would be deleted or overwritten.
+    It cannot if a path is a symbolic link, whose target would be deleted or overwritten.
     """
     return journal.is_begun() and paths.staging.is_dir() and not paths.staging.is_symlink()
 
 
 def recover(paths: WorkPaths) -> None:
-    """Undo or complete the replacement that an interrupted run left. Requires the lock."""
+    """Undo or complete a replacement that was interrupted. Requires the lock."""
     is_undone = paths.replaced.exists() and not paths.final.exists()
     if is_undone:
         paths.replaced.rename(paths.final)

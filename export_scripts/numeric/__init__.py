@@ -1,4 +1,1 @@
-"""Number types of weights by name, and arrays of them with torch's rounding.
-
-Files, formats and models belong elsewhere.
-"""
+"""Number types of weights by name, and arrays of them with torch's rounding."""

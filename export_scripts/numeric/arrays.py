@@ -1,7 +1,7 @@
 """Weights as numpy arrays: their types, and conversions that round as torch does.
 
-numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be sliced, transposed and
-joined like any other, and arithmetic on them fails instead of going wrong. ml_dtypes converts them.
+numpy has no bfloat16. Its arrays have the void type `BF16`: they can be sliced, transposed and
+joined, and arithmetic on them fails and does not give wrong values. ml_dtypes converts them.
 """
 
 import functools
@@ -22,7 +22,7 @@ BF16 = np.dtype("V2")
 DTYPES = {name: np.dtype(code) for name, (_, _, code) in SOURCE_TYPES.items()}
 _FP32, _FP16 = DTYPES["fp32"], DTYPES["fp16"]
 
-# Intermediate results of one block fit the second-level cache.
+# Intermediate results of a block of this size fit the second-level cache.
 _BLOCK_VALUES = 1 << 16
 _WORTH_A_TABLE = 1 << 12
 
@@ -43,7 +43,7 @@ def store(target: Array, values: Array) -> None:
 
 
 def bits(array: Array) -> Array:
-    """Return bf16 as integers, which numpy copies faster; other arrays as they are."""
+    """Return bf16 as integers, which numpy copies faster; other arrays unchanged."""
     return array.view(np.uint16) if array.dtype == BF16 else array
 
 
@@ -75,7 +75,7 @@ def _store_block(target: Array, values: Array) -> None:
 
 @functools.cache
 def _table(wanted: np.dtype[Any]) -> Array:
-    """Return the 65536 values of fp16 converted: a lookup is faster than a conversion."""
+    """Return all 65536 values of fp16 in another type: a lookup is faster than a conversion."""
     table = np.empty(1 << 16, wanted)
     every = np.arange(1 << 16, dtype=np.uint16).view(_FP16)
     np.copyto(_numbers(table), every, casting="unsafe")
@@ -91,7 +91,7 @@ def to_float32(values: Array) -> Array:
 
 
 def round_to(values: Array, data_type: str) -> Array:
-    """Return values as fp32 with the precision of a type of DTYPES."""
+    """Return values as fp32, rounded to the precision of a type of DTYPES."""
     narrow = np.empty(values.shape, DTYPES[data_type])
     store(narrow, values)
     return to_float32(narrow)

@@ -1,6 +1,6 @@
-"""Types of numbers by name: bytes of one value, torch's name and numpy's.
+"""Types of numbers by name: bytes of a value, torch's name and numpy's.
 
-Only `torch_dtype` imports torch, when called.
+Only `torch_dtype` imports torch, when it is called.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-Shape = tuple[int, ...]  # sizes of a tensor, or places in it, one on each axis
+Shape = tuple[int, ...]  # a size, or an index, on each axis of a tensor
 
-# Every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
-# numpy has no type; its bytes stand for it, as for fp8.
+# Every type that a source may store, little-endian. numpy has no type for bf16 (the upper half of
+# an fp32) and fp8: they are represented by their bytes.
 SOURCE_TYPES = {
     "fp64": (8, "float64", "<f8"),
     "fp32": (4, "float32", "<f4"),
@@ -32,7 +32,7 @@ SOURCE_TYPES = {
 }
 WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 
-# Largest finite value of each floating type.
+# The largest finite value of each floating type.
 LARGEST_FINITE = {
     "fp32": 3.4028234663852886e38,
     "fp16": 65504.0,
@@ -41,12 +41,12 @@ LARGEST_FINITE = {
 
 
 def strides(shape: Shape) -> Shape:
-    """Return the steps in elements of a tensor that is stored without gaps."""
+    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def item_size(name: str) -> int:
-    """Return the bytes of one value of a type.
+    """Return the size in bytes of a value of a type.
 
     Raises:
         ValueError: The type is unknown.
@@ -57,7 +57,7 @@ def item_size(name: str) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type of a name in SOURCE_TYPES."""
+    """Return torch's type for a name in SOURCE_TYPES."""
     import torch
 
     dtype = getattr(torch, SOURCE_TYPES[name][1])

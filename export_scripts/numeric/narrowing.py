@@ -1,4 +1,4 @@
-"""Values rounded to FP8 E4M3, as bytes (numpy has no such type), with scales of blocks."""
+"""Values rounded to FP8 E4M3 with a scale per block; numpy has no such type, so bytes hold them."""
 
 import ml_dtypes
 import numpy as np
@@ -6,11 +6,11 @@ import numpy as np
 from export_scripts.numeric.arrays import Array
 
 LARGEST = 448.0
-_ROWS = 256  # rounded at once
+_ROWS = 256  # number of rows that are rounded at once
 
 
 def to_fp8(values: Array, block: tuple[int, int]) -> tuple[Array, Array]:
-    """Return a matrix in fp32 as E4M3 times scales in fp32, one for each block of it.
+    """Return the E4M3 values (bytes) and the fp32 scales, one per block, of an fp32 matrix.
 
     Raises:
         ValueError: Values are infinite or not a number.
@@ -40,9 +40,6 @@ def to_fp8(values: Array, block: tuple[int, int]) -> tuple[Array, Array]:
 
 
 def fp8_bytes(values: Array) -> Array:
-    """Return fp32 values as the nearest ones of E4M3, ties to even; larger ones as its largest.
-
-    Not a number is 0x7F.
-    """
+    """Return fp32 values rounded to E4M3, ties to even, saturated at the largest; NaN is 0x7F."""
     codes = np.clip(values, -LARGEST, LARGEST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(values), np.uint8(0x7F), codes)

@@ -1,7 +1,7 @@
-"""The arithmetic of quantised matrices: the fp32 values that stored integers and scales stand for.
+"""Dequantisation: the fp32 values of matrices from stored integers and scales.
 
-Shapes: matrices are (out, in); G groups of inputs share a scale. Names and shapes are checked by
-`checkpoints.quantized`, without numpy.
+Shapes: matrices are (out, in); the inputs are in G groups, each with a scale. Names and shapes are
+checked by `checkpoints.quantized`, without numpy.
 """
 
 import ml_dtypes
@@ -9,10 +9,10 @@ import numpy as np
 
 from export_scripts.numeric.arrays import Array, to_float32
 
-# Magnitudes of E2M1 by its three lower bits; the fourth is the sign.
+# Magnitudes of E2M1 by its three lower bits; the fourth bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = np.array([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], np.float32)
-# AutoAWQ, awq/modules/linear/gemm.py: column of each of the 4-bit integers in a word.
+# The column of each 4-bit integer in a word: AutoAWQ, awq/modules/linear/gemm.py.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -24,10 +24,10 @@ def with_scales(
     zero: Array | None = None,
     bits: int = 0,
 ) -> Array:
-    """Return scale x (values - zero); each entry of the grid is for a block of rows and columns.
+    """Return scale x (values - zero); each entry of the grid applies to a block of rows x columns.
 
-    With `bits`, what is stored are words (out, in / n) of signed integers, stored from 0, and those
-    of zero points (out / n, groups).
+    With `bits`, words (out, in / n) hold n signed integers each, shifted so that they begin at 0,
+    and words (out / n, groups) the zero points.
     """
     if bits:
         stored = _unpacked(stored, bits).reshape(len(stored), -1) - (1 << bits - 1)
@@ -47,15 +47,12 @@ def with_scales(
 
 
 def scales_of_rows(scale: Array, grid: tuple[int, int], height: int, rows: int) -> Array:
-    """Return the fp32 scales of each of some rows, (rows, groups), for those of blocks of a grid.
-
-    Each entry of the grid is for `height` rows.
-    """
+    """Return the fp32 scales of rows, (rows, groups), from those of blocks of `height` rows."""
     return np.repeat(to_float32(scale).reshape(grid), height, axis=0)[:rows]
 
 
 def awq(words: Array, zeros: Array, scales: Array) -> Array:
-    """Return the values of words (in, out / 8), zero points in words (G, out / 8), scales."""
+    """Return AWQ's values from words (in, out / 8), zero points (G, out / 8), scales (G, out)."""
     values, zeros = _in_awq_order(words), _in_awq_order(zeros)
     group = len(values) // len(zeros)
     values -= np.repeat(zeros, group, axis=0)
@@ -64,24 +61,24 @@ def awq(words: Array, zeros: Array, scales: Array) -> Array:
 
 
 def gptq(
-    words: Array, zeros: Array, scales: Array, group: Array | None, *, bits: int, less: int
+    words: Array, zeros: Array, scales: Array, group: Array | None, *, bits: int, zero_offset: int
 ) -> Array:
-    """Return the values of words (in / n, out), zero points in words (G, out / n), scales.
+    """Return the values of GPTQ's words.
 
     Args:
-        words: The integers.
-        zeros: The zero points, each stored as `less` less.
+        words: The integers in words (in / n, out).
+        zeros: The zero points minus `zero_offset`, in words (G, out / n).
         scales: (G, out).
         group: The group of each input; None for inputs in order.
         bits: Bits of an integer.
-        less: 1 or 0.
+        zero_offset: 1 or 0.
 
     Raises:
-        ValueError: An input is in a group that is not there.
+        ValueError: An input is in a group that does not exist.
     """
     groups, out = scales.shape
     values = _unpacked(words, bits).transpose(0, 2, 1).reshape(-1, out)  # from (in / n, out, n)
-    zeros = (_unpacked(zeros, bits).reshape(groups, out) + less) & ((1 << bits) - 1)
+    zeros = (_unpacked(zeros, bits).reshape(groups, out) + zero_offset) & ((1 << bits) - 1)
     scales = to_float32(scales)
     if group is None:
         group = np.arange(len(values)) // (len(values) // groups)
@@ -93,9 +90,9 @@ def gptq(
 
 
 def mxfp4(blocks: Array, scales: Array) -> Array:
-    """Return the values (1, in, out) of blocks (out, in / 32, 16) of two E2M1 values in a byte.
+    """Return the values (1, in, out) of blocks (out, in / 32, 16), with two E2M1 values in a byte.
 
-    The lower half of a byte comes first. Scales (out, in / 32) are exponents from 127; 255 is NaN.
+    The lower half of a byte comes first. Scales (out, in / 32) are exponents plus 127; 255 is NaN.
     """
     halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
     power = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(np.int32) - 127))

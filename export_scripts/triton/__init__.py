@@ -1,5 +1,4 @@
 """Triton model repositories: signatures, config.pbtxt, model folders, assembly and publishing.
 
-The code that the server runs is in `inference.backend`; model folders hold references to it, and
-so does `backends`.
+The server runs code in `inference.backend`, which model folders and `backends` import.
 """

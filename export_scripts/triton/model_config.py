@@ -15,10 +15,10 @@ from export_scripts.triton.signature import (
 )
 from foundations.files.json_content import Fields
 
-INTERACTIVE_IDLE_US = 60_000_000  # a session without requests is dropped after this time
-# Our engine holds many sessions at once and refuses those that exceed its memory.
+INTERACTIVE_IDLE_US = 60_000_000  # a session without requests ends after this time
+# Our engine has many sessions at once and refuses those that exceed its memory.
 _MOST_SESSIONS = 1024
-# Inputs of preprocessing to those of the ensemble.
+# Input of preprocessing -> input of the ensemble.
 _TEXT_INPUTS = {
     "QUERY": "INPUT_0",
     "REQUEST_OUTPUT_LEN": "INPUT_1",
@@ -29,7 +29,7 @@ _TEXT_INPUTS = {
 
 @dataclass(frozen=True)
 class EnsembleStep:
-    """One model of an ensemble: its tensor names to the ensemble's."""
+    """A model of an ensemble; the maps are from its tensor names to the ensemble's."""
 
     model_name: str
     input_map: Mapping[str, str]
@@ -38,9 +38,9 @@ class EnsembleStep:
 
 @dataclass(frozen=True)
 class TritonModelConfig:
-    """The contents of one model's config.pbtxt, and the files of its version folder.
+    """A model's config.pbtxt, and the files of its version folder.
 
-    `backend` is "python", "fastertransformer" or "ensemble". `max_queue_delay_us` switches the
+    `backend` is "python", "fastertransformer" or "ensemble". `max_queue_delay_us` turns the
     server's batcher on; None leaves it off.
     """
 
@@ -91,7 +91,7 @@ class TritonModelConfig:
             delay = {"max_queue_delay_microseconds": self.max_queue_delay_us}
             message["dynamic_batching"] = delay
         if self.backend == "fastertransformer":
-            # For ragged inputs it reads a tensor of row shapes, found by this name (section
+            # For ragged inputs, the backend reads a tensor of row shapes with this name (section
             # "ragged batching" of its guide).
             message["batch_input"] = [
                 {
@@ -122,7 +122,7 @@ def _sequence_batching(backend: str) -> Fields:
     controls = {"START": "CONTROL_SEQUENCE_START", "END": "CONTROL_SEQUENCE_END"}
     return {
         "max_sequence_idle_microseconds": INTERACTIVE_IDLE_US,
-        # One session occupies an instance of the C++ backend.
+        # A session occupies a whole instance of the C++ backend.
         **(
             {"oldest": {"max_candidate_sequences": _MOST_SESSIONS}}
             if backend == "python"
@@ -136,7 +136,7 @@ def _sequence_batching(backend: str) -> Fields:
 
 
 def parse_config(text: str) -> Any:
-    """Return the protobuf message in the text of a config.pbtxt. Raises ValueError if malformed."""
+    """Return the message in the text of a config.pbtxt. Raises ValueError if it is malformed."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2 as schema
 
@@ -153,7 +153,7 @@ def parameters_of(config: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The facts about an exported model that decide the resources of its server."""
+    """The sizes of an exported model that determine its server's resources."""
 
     tp_size: int
     pp_size: int = 1
@@ -162,14 +162,14 @@ class ModelSizes:
 
     @property
     def world_size(self) -> int:
-        """Ranks of one instance."""
+        """The number of ranks of an instance."""
         return self.tp_size * self.pp_size
 
 
 def served_model_of(repository: Path) -> ModelSizes | None:
-    """Return the model with ranks in a repository; None if there is none, or several.
+    """Return the sizes of the only model with ranks in a repository; None if there is not one.
 
-    An unreadable file counts as none: the server reports its problem.
+    Unreadable files are skipped: the server reports their problems.
     """
     found = list(filter(None, map(_sizes, sorted(repository.glob("*/config.pbtxt")))))
     return found[0] if len(found) == 1 else None
@@ -186,7 +186,7 @@ def _sizes(path: Path) -> ModelSizes | None:
         }
     except (OSError, ValueError):
         return None
-    # Without a count, a group has one.
+    # The default count of a group is 1.
     count = sum(group.count or 1 for group in config.instance_group) or 1
     return ModelSizes(**sizes, instance_count=count) if "tp_size" in sizes else None
 
@@ -194,9 +194,9 @@ def _sizes(path: Path) -> ModelSizes | None:
 def ensemble_steps(
     model: ModelSignature, *, model_name: str, decoupled: bool
 ) -> tuple[EnsembleStep, ...]:
-    """Return the three steps around the generation model called `model_name`.
+    """Return the three steps of an ensemble with the generation model `model_name`.
 
-    Tensors between steps are named after what they hold in lower case, with a leading underscore.
+    Tensors between steps have lower-case names with a leading underscore.
     """
     outer = ensemble(model)
     options = {tensor.name for tensor in outer.inputs} - set(_TEXT_INPUTS.values())
@@ -211,7 +211,7 @@ def ensemble_steps(
     if "response_input_lengths" in produced:
         to_text["RESPONSE_INPUT_LENGTHS"] = inner("response_input_lengths")
     elif "input_lengths" in taken and not decoupled:
-        # Next to the answers of a streaming model, Triton allows no other inputs of a step.
+        # A step that reads the answers of a streaming model may have no other inputs in Triton.
         to_text["REQUEST_INPUT_LEN"] = inner("REQUEST_INPUT_LEN")
     if "is_finished" in produced:
         to_text["IS_FINISHED"] = inner("is_finished")
@@ -233,7 +233,7 @@ def ensemble_steps(
 
 
 def text_encoder_steps(model: ModelSignature, *, model_name: str) -> tuple[EnsembleStep, ...]:
-    """Return the two steps of an encoder called `model_name` that takes text."""
+    """Return the two steps of an ensemble with the encoder `model_name`."""
     inner = {"input_ids": "_input_ids", "request_input_len": "request_input_len"}
     options = sorted({tensor.name for tensor in model.inputs} - set(TOKENS_OF_ENCODER))
     return (

@@ -1,9 +1,9 @@
 """Publication of a repository to S3 or a compatible store, from which Triton loads it.
 
-Large files go in parts, each with its checksum; a file with the size and sha256 of the
-stored object is not sent again, so an interrupted copy resumes. A model's config.pbtxt
-comes last: until then the server does not see the model. Credentials come from the client
-library's chain (environment, profile, role) and are never read here.
+Large files are sent in parts, each with a checksum. A file is not sent again if the stored object
+has its size and SHA-256, so an interrupted copy resumes. A model's config.pbtxt is sent last: until
+then, the server does not see the model. Credentials come from the client library's chain
+(environment, profile, role) and are never read here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACE = re.compile(r"s3://(?:(https?://[^/?#]+:\d{1,5})/)?([^/?#:]+)(/[^?#]*|)"
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """A place in a bucket. `endpoint_url` is None for S3 itself."""
+    """A location in a bucket; `endpoint_url` is None for S3 itself."""
 
     bucket: str
     prefix: str = ""
@@ -36,12 +36,12 @@ class StoreLocation:
 
     @property
     def triton_url(self) -> str:
-        """The place as tritonserver's --model-repository names it."""
+        """The location in the form of tritonserver's --model-repository."""
         path = "/".join(filter(None, [self.bucket, self.prefix]))
         return f"s3://{self.endpoint_url}/{path}" if self.endpoint_url else f"s3://{path}"
 
     def key(self, name: str) -> str:
-        """Return the key of an object by its path below this place."""
+        """Return the key of an object from its path below this location."""
         return "/".join(filter(None, [self.prefix, name]))
 
 
@@ -55,14 +55,14 @@ class PublishSummary:
 
 
 def parse_location(url: str) -> StoreLocation:
-    """Return the place that a URL names as Triton writes it.
+    """Return the location in a URL of Triton's form.
 
-    `s3://bucket/prefix` is a place in S3, `s3://http://host:port/bucket/prefix` in another store.
+    `s3://bucket/prefix` is in S3, `s3://http://host:port/bucket/prefix` in another store.
 
     Raises:
-        ValueError: the URL is malformed, or holds a secret.
+        ValueError: The URL is malformed, or may hold a secret.
     """
-    if "@" in url:  # not repeated here: it may be a secret
+    if "@" in url:  # the message must not repeat it, as it may be a secret
         raise ValueError(
             "the address of an object store holds a user or a password; leave them out: "
             "credentials come from the environment, ~/.aws or the machine's role."
@@ -84,19 +84,19 @@ def publish_repository(
     without: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> PublishSummary:
-    """Copy the models of `repository` and return what was sent.
+    """Copy the models of a repository to an object store.
 
     Args:
-        repository: Folder of models; hidden files in it are left out.
-        location: Where to; the bucket must exist.
+        repository: Folder of models; hidden files are left out.
+        location: The destination; its bucket must exist.
         overwrite: Replace objects that differ and delete those not in the repository.
         without: Patterns of file names to leave out.
-        progress: Called with bytes done and bytes in all.
+        progress: Called with (bytes done, bytes in total).
 
     Raises:
-        ValueError: the repository is empty, or the store holds other contents and `overwrite` is
+        ValueError: The repository is empty, or the store holds other contents and `overwrite` is
             off.
-        OSError: the store cannot be reached or refuses.
+        OSError: The store cannot be reached, or refuses a request.
     """
     files = _files(repository, without)
     if not any(map(_is_config, files)):
@@ -111,14 +111,14 @@ def publish_repository(
         total = sum(path.stat().st_size for path in send.values())
         done, lock = 0, threading.Lock()
 
-        def count(sent_bytes: int) -> None:  # from several threads
+        def count(sent_bytes: int) -> None:  # called from several threads
             nonlocal done
             with lock:
                 done += sent_bytes
                 if progress is not None:
                     progress(done, max(total, done))
 
-        # Configurations go first and come last.
+        # Configurations are deleted first and sent last.
         for is_config in (True, False):
             store.each(store.delete, (n for n in delete if _is_config(n) is is_config))
         for is_config in (False, True):
@@ -130,15 +130,12 @@ def publish_repository(
 
 
 def _changes(files: dict[str, Path], store: _Store) -> tuple[dict[str, Path], list[str], list[str]]:
-    """Return the files to send, the objects to delete, and those that are replaced or deleted.
-
-    Configurations are deleted first.
-    """
+    """Return (files to send, objects to delete, objects that are replaced or deleted)."""
     stored = store.objects()
     send = {name: path for name, path in files.items() if not store.holds(name, path, stored)}
     stale = set(stored) - set(files)
     conflicts = sorted(stale | (set(send) & set(stored)))
-    # A model that changes must not be visible while its parts disagree.
+    # A model must not be visible while its files change.
     models = {name.partition("/")[0] for name in conflicts}
     configs = {f"{model}/{CONFIG_FILE}" for model in models}
     send |= {name: files[name] for name in configs & set(files)}
@@ -150,7 +147,7 @@ def _is_config(name: str) -> bool:
 
 
 def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
-    """Return the files to copy by their path in the repository."""
+    """Return the files to copy, by their paths in the repository."""
     found = {}
     for path in sorted(repository.rglob("*")):
         name = path.relative_to(repository)
@@ -162,7 +159,7 @@ def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
 
 
 class _Store:
-    """The objects at one place, by their path below it; failures become OSError."""
+    """The objects at a location, by their paths below it; failures become OSError."""
 
     def __init__(self, location: StoreLocation) -> None:
         self._location = location
@@ -191,7 +188,7 @@ class _Store:
         return {"Bucket": self._location.bucket, "Key": self._location.key(name)}
 
     def objects(self) -> dict[str, int]:
-        """Return the objects and their sizes in bytes."""
+        """Return path -> size in bytes of the objects."""
         base = self._location.key("") + "/" if self._location.prefix else ""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._location.bucket, Prefix=base
@@ -200,20 +197,20 @@ class _Store:
         return {entry["Key"].removeprefix(base): int(entry["Size"]) for entry in entries}
 
     def holds(self, name: str, path: Path, stored: dict[str, int]) -> bool:
-        """Return whether the store has exactly this content."""
+        """Return whether the stored object has the content of a file."""
         if stored.get(name) != path.stat().st_size:
             return False
         head = self._client.head_object(**self._place(name))
         return bool(head["Metadata"].get(_DIGEST) == sha256_of(path))
 
     def each(self, work: Callable[[str], object], names: Iterable[str]) -> None:
-        """Do something with objects, several at a time."""
+        """Call a function with names, several at a time."""
         with ThreadPoolExecutor(_WORKERS) as pool:
             for _ in pool.map(work, names):
                 pass
 
     def send(self, name: str, path: Path, progress: Callable[[int], None]) -> None:
-        """Send a file."""
+        """Send a file with its SHA-256."""
         self._client.upload_file(
             str(path),
             **self._place(name),

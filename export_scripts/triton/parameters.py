@@ -1,8 +1,8 @@
-"""Parameters of a served model's config.pbtxt that Slipway's own engine reads, from a table.
+"""Parameters of a served model's config.pbtxt that Slipway's engine reads, from parameters.tsv.
 
-The engine reads them by the table next to this module, a repository is refused by it before it is
-built, and docs/engine.md shows it. To add a parameter, add a row, and where it is an option of the
-engine a field of the same name to `inference.engine.options.EngineOptions`.
+The engine reads its parameters by this table, repositories are checked with it before they are
+built, and docs/engine.md shows it. To add a parameter, add a row and, if it is an option of the
+engine, a field of the same name to `inference.engine.options.EngineOptions`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,22 +13,22 @@ from typing import Any
 
 from foundations.suggest import did_you_mean
 
-# Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with
-# their square.
+# The default limit of a sequence's tokens (max_seq_len); an encoder's attention grows with the
+# square.
 DEFAULT_MAX_SEQ_LEN = 4096
 REQUIRED = "required"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The values of a parameter: a description, and what reads its text or raises ValueError."""
+    """The values that a parameter may have."""
 
-    words: str
-    value: Callable[[str], Any]
-    allows: Callable[[Any], bool] = lambda _: True  # whether a value is one of them
+    words: str  # description of the values
+    value: Callable[[str], Any]  # reads a text, or raises ValueError
+    allows: Callable[[Any], bool] = lambda _: True  # whether a value is allowed
 
     def read(self, text: str) -> Any:
-        """Return the value. Raises ValueError with what was expected."""
+        """Return the value of a text. Raises ValueError with the expected values."""
         try:
             if self.allows(value := self.value(text)):
                 return value
@@ -37,7 +37,7 @@ class Kind:
         raise ValueError(f"must be {self.words}")
 
     def problem(self, text: str) -> str:
-        """Return what was expected, "" for a text that is a value."""
+        """Return what was expected; "" if the text is a value."""
         try:
             self.read(text)
         except ValueError as error:
@@ -47,14 +47,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter."""
+    """A parameter."""
 
     kind: Kind
-    # Its value when it is missing, as config.pbtxt would say it; in words where it depends on the
-    # model or the machine, and REQUIRED where the engine does not start without it.
+    # The value if it is missing, as in config.pbtxt; a description if that depends on the model or
+    # the machine; REQUIRED if the engine does not start without it.
     default: str
     meaning: str  # for docs and messages
-    configured_by: str  # key of the configuration that sets it, "" where there is none
+    configured_by: str  # key of the configuration that sets it; "" if there is none
 
 
 def _digits(text: str) -> int:
@@ -69,7 +69,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
 
 @cache
 def _kind(spelling: str) -> Kind:
-    """Return a kind of the table: its name, and its bounds or its words."""
+    """Return the kind of values that a column of the table spells: a name, and bounds or words."""
     name, *given = spelling.split()
     match name:
         case "whole":
@@ -86,7 +86,7 @@ def _kind(spelling: str) -> Kind:
         case "flag":
             return Kind("0 or 1", lambda text: ("0", "1").index(text) == 1)
         case "token_ids":
-            return Kind("token ids with commas between them", _token_ids)
+            return Kind("token IDs separated by commas", _token_ids)
     assert name == "text", spelling
     return Kind("a text", str)
 
@@ -105,12 +105,12 @@ def _table() -> dict[str, Parameter]:
 
 
 PARAMETERS = _table()
-# Those that are fields of records under another name.
+# Parameter -> field of a record, if the names differ.
 FIELDS = {"tensor_para_size": "tp_size", "pipeline_para_size": "pp_size"}
 
 
 def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the problems of parameters that a user adds to config.pbtxt, by their names."""
+    """Return name -> problem of parameters that the user adds to config.pbtxt."""
     found = {}
     for name, text in given.items():
         if (parameter := PARAMETERS.get(name)) is None:

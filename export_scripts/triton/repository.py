@@ -1,7 +1,7 @@
-"""Assemble a Triton model repository around converted weights.
+"""Assembly of a Triton model repository around converted weights.
 
 The weights are in `<repository>/<model>/1/<TP>-gpu`; everything else is written here. A model's
-config.pbtxt is written last and atomically: without it the server ignores the folder.
+config.pbtxt is written last and atomically: without it, the server ignores the folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,20 +40,20 @@ CONFIG_FILE = "config.pbtxt"
 ENSEMBLE = "ensemble"
 _PREPROCESSING, _POSTPROCESSING = "preprocessing", "postprocessing"
 _TOKENIZER, TEXT_ENCODER = "tokenizer", "text_encoder"
-# Models other than the one that takes token ids.
+# Models other than the one that takes token IDs.
 TEXT_MODELS = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE, _TOKENIZER, TEXT_ENCODER)
 _VERSION = "1"
 _INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None}
-# Per engine, the model types that keep sessions.
+# Engine -> model types that can have sessions.
 _INTERACTIVE_TYPES = {
     "pytorch": ("GPT", "GPT-J", "GPT-NeoX", "Llama"),
     "fastertransformer": ("GPT",),
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _ENCODER_DECODERS = ("T5",)
-# Tokenizers whose files do not state that a text ends with the end token.
+# Kinds of tokenizers whose files cannot state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
-# The scripts of the Python backend, and the class that each runs.
+# Script of the Python backend -> (what it does, module, class).
 _SCRIPTS = {
     "generation": ("Generates tokens", "python_backend", "GenerationModel"),
     "encoder": ("Turns tokens into hidden states", "encoder_backend", "EncoderModel"),
@@ -74,12 +74,12 @@ _NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class RepositoryRequest:
-    """The request for a Triton repository.
+    """A request for a Triton repository.
 
     `model_dir` is `<repository>/<model name>`, with the weights at `model_dir/1/<tp_size>-gpu`.
-    `max_queue_delay_us` switches the server's batcher on; the C++ backend batches only with it,
-    our engine always does. A portable repository holds no absolute path. `parameters` are
-    further entries for the model's config.pbtxt. `model_type` other than that of the weights can be
+    `max_queue_delay_us` turns the server's batcher on; the C++ backend only batches with it, our
+    engine always does. A portable repository has no absolute path. `parameters` are further entries
+    of the model's config.pbtxt. The only `model_type` that may differ from the weights' is
     T5-Encoder, for the encoder of a whole T5.
     """
 
@@ -104,11 +104,11 @@ class RepositoryRequest:
 
     @property
     def weights_dir(self) -> Path:
-        """Folder of the converted weights."""
+        """The folder of the converted weights."""
         return ft_directory(self.model_dir / _VERSION, self.tp_size)
 
     def has_text_models(self, model_type: str) -> bool:
-        """Return whether there are text models around a model of this type."""
+        """Return whether the repository has text models around a model of this type."""
         return self.ensemble and model_type != "bert"
 
 
@@ -120,10 +120,9 @@ def is_generative(model_type: str) -> bool:
 def check_repository(
     request: RepositoryRequest, *, names: Mapping[str, str] | None = None, kind: str | None = None
 ) -> list[str]:
-    """Return the problems of a request that are visible before the weights exist.
+    """Return the problems of a request that can be known before the weights exist.
 
-    `names` gives the configuration key of a field for the messages, `kind` is that of
-    `repository_models`.
+    `names` maps a field to its configuration key in messages; `kind` is as in `repository_models`.
     """
     name = dict(names or {})
 
@@ -183,12 +182,12 @@ def _parameters_of(request: RepositoryRequest) -> dict[str, str]:
 
 
 def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
-    """Return the folders of the models that a request makes, before its weights exist.
+    """Return the folders of the models that a request builds, before its weights exist.
 
-    `kind` is the name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
-    request's model_type takes precedence. None stands for a generator.
+    `kind` is a family (t5_encoder, bert, ...) or a group of families (gpt3, mt5); the request's
+    model_type takes precedence. None means a model that generates tokens.
     """
-    from export_scripts.families.table import FAMILIES  # which a server does without
+    from export_scripts.families.table import FAMILIES  # not imported by a server
 
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
@@ -202,13 +201,13 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
 def build_repository(request: RepositoryRequest) -> list[Path]:
     """Write the repository's models and return their folders, the ensemble last.
 
-    Files with the same bytes are left alone; rebuilding changes nothing. The weights are read
-    once, to compare them with the checksums of their manifest.
+    Files that already have the content are not touched, so rebuilding changes nothing. The weights
+    are read once, to check the checksums of their manifest.
 
     Raises:
-        ValueError: the request or the weights do not fit (every problem is listed), or a folder
+        ValueError: The request or the weights are wrong (every problem is listed), or a folder
             holds another configuration and `overwrite` is off.
-        CheckpointMismatchError: the weights' config.ini is missing or unreadable.
+        CheckpointMismatchError: The weights' config.ini is missing or unreadable.
     """
     family, config = read_config(request.weights_dir)
     problems = check_repository(request, kind=family.name)
@@ -238,7 +237,7 @@ def _weight_problems(
 ) -> list[str]:
     model_type, engine = request.model_type or family.model_type, request.engine
     is_ft = engine == "fastertransformer"
-    keeping = _INTERACTIVE_TYPES.get(engine, ())
+    with_sessions = _INTERACTIVE_TYPES.get(engine, ())
     served_as = (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ()))
     texts = request.parameters.get("stream_new_tokens", "0") != "0"
     checks = {
@@ -254,7 +253,9 @@ def _weight_problems(
             request.decoupled and not is_generative(model_type)
         ),
         f"interactive=True, but engine={engine} keeps no sessions with a {model_type} model; it "
-        f"does with {', '.join(keeping)}.": request.interactive and model_type not in keeping,
+        f"does with {', '.join(with_sessions)}.": (
+            request.interactive and model_type not in with_sessions
+        ),
         f"answer_only=True cannot be streamed with a {model_type} model, which does not report "
         "where the answer starts.": (
             request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX")
@@ -283,7 +284,7 @@ def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelCon
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
         tensors += signature.SCORES
-    # The C++ backend joins a BERT's file names to its folder without a slash.
+    # The C++ backend appends a BERT's file names to the folder without a slash.
     end = "/" if model_type == "bert" and not is_python else ""
     parameters = {**_parameters_of(request), "model_type": model_type}
     if model_type == "bert":
@@ -297,8 +298,8 @@ def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelCon
         max_batch_size=request.max_batch_size,
         signature=tensors,
         parameters=parameters | dict(request.parameters),
-        # Triton's Python backend takes this for its script's name; the folder is found by the
-        # rule for an empty name: <tensor_para_size>-gpu.
+        # Triton's Python backend would take this for its script's name. If it is empty, the folder
+        # of the weights is <tensor_para_size>-gpu.
         default_model_filename="" if is_python else f"{request.weights_dir.name}{end}",
         decoupled=request.decoupled,
         max_queue_delay_us=request.max_queue_delay_us,
@@ -324,7 +325,7 @@ def _text_models(
     config: FTConfig,
     files: TokenizerFiles,
 ) -> list[TritonModelConfig]:
-    """Return the models between text and tokens, and the ensemble of all, which takes text."""
+    """Return the models that convert between text and tokens, and the ensemble."""
     start_id = _token_id(config, "start_id", "decoder_start_token_id")
     tokens = {
         "start_id": start_id,
@@ -384,21 +385,21 @@ def _text_models(
 
 
 def _end_id(config: FTConfig) -> int | None:
-    """Return the token that ends a text, None where config.ini does not say."""
+    """Return the token that ends a text; None if config.ini does not state it."""
     return _token_id(config, "end_id", "eos_token_id")
 
 
 def _end_ids(request: RepositoryRequest, config: FTConfig) -> str | None:
-    """Return the tokens that end a text where it is not end_id alone. Raises ValueError."""
+    """Return the tokens that end a text; None if only end_id does. Raises ValueError."""
     end_id = _end_id(config)
-    assert end_id is not None, "a model with text models has one"
+    assert end_id is not None, "text models need an end token"
     ends = all_end_tokens(request.weights_dir, end_id)
     own = ",".join(map(str, ends)) if len(ends) > 1 else None
     return request.parameters.get("end_ids", own)
 
 
 def _token_id(config: FTConfig, *names: str) -> int | None:
-    """Return the first of the fields, by the names of several families, that the config has."""
+    """Return the first field that the config has; families name it differently."""
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
@@ -413,7 +414,7 @@ def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) 
 
 
 def write_model(repository: Path, model: TritonModelConfig) -> Path:
-    """Write the folder of a model and return it; the configuration comes last."""
+    """Write the folder of a model and return it; the configuration is written last."""
     folder = repository / model.name
     version = folder / _VERSION
     version.mkdir(parents=True, exist_ok=True)
@@ -421,8 +422,8 @@ def write_model(repository: Path, model: TritonModelConfig) -> Path:
     config_path = folder / CONFIG_FILE
     wanted = {version / name: content for name, content in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:
-        config_path.unlink()  # hides the model while its parts change
-    # Remains of an earlier build.
+        config_path.unlink()  # hides the model while its files change
+    # Deletes files of an earlier build.
     named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
     patterns = ("model.py", SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, *named)
     for stale in {path for each in patterns for path in version.glob(each)} - set(wanted):
@@ -434,6 +435,6 @@ def write_model(repository: Path, model: TritonModelConfig) -> Path:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Give `path` this content in one step; a file that has it already is not touched."""
+    """Replace the content of `path` atomically; a file that has it already is not touched."""
     if not path.is_file() or path.read_bytes() != content:
         replace_file(path, content)

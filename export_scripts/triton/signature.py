@@ -1,7 +1,7 @@
-"""Inputs and outputs of every served model, from the table next to this module.
+"""Inputs and outputs of every served model, from signature.tsv.
 
-The `input`/`output` blocks of config.pbtxt, the client's requests and the backend's answers all
-come from here. Names, types and shapes are those of the FasterTransformer Triton backend
+The `input` and `output` blocks of config.pbtxt, the client's requests and the backend's answers
+follow it. Names, types and shapes are those of the FasterTransformer Triton backend
 (triton-inference-server/fastertransformer_backend, all_models/*/config.pbtxt); additions are marked
 "added".
 """
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-DATA_TYPE = "DATA_TYPE"  # stands for the type in which a model computes
+DATA_TYPE = "DATA_TYPE"  # stands for the model's computation type
 _PROMPT_TABLE = "request_prompt_embedding"
 
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """One input or output of a model.
+    """An input or output of a model.
 
-    `dims` leave out the batch axis, -1 is any size. `reshape` is the shape the model sees, ()
-    for a scalar per sequence. `ragged` lets the server's batcher join sequences of unequal length.
+    `dims` omit the batch axis; -1 is any size. `reshape` is the shape that the model sees, () for a
+    scalar per sequence. `ragged` lets the server's batcher join sequences of unequal length.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorSignature:
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Inputs and outputs of one model, in the order they are declared."""
+    """The inputs and outputs of a model, in the order of declaration."""
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...] = ()
@@ -44,11 +44,11 @@ class ModelSignature:
         return ModelSignature(self.inputs + more.inputs, self.outputs + more.outputs)
 
     def each(self, change: Callable[[TensorSignature], TensorSignature]) -> ModelSignature:
-        """Return the signature with every input and output changed."""
+        """Return the signature with a function applied to every input and output."""
         return ModelSignature(tuple(map(change, self.inputs)), tuple(map(change, self.outputs)))
 
     def with_types(self, types: Mapping[str, str]) -> ModelSignature:
-        """Return the signature with other types of the inputs and outputs that are named."""
+        """Return the signature with other types for the named inputs and outputs."""
         return self.each(lambda each: replace(each, dtype=types.get(each.name, each.dtype)))
 
     def input(self, name: str) -> TensorSignature:
@@ -69,9 +69,9 @@ _, *_ROWS = (
 
 
 def declared(model: str) -> ModelSignature:
-    """Return the signature of a model, or of what some models have in addition, from the table.
+    """Return the signature of a model, or the additions that some models have, from the table.
 
-    A scalar is one value per row: (B, 1) on the wire, (B,) for the model.
+    A scalar is a value per row: (B, 1) on the wire, (B,) for the model.
     """
     sides: dict[str, list[TensorSignature]] = {"input": [], "output": []}
     for models, side, name, dtype, dims, marks, doc in _ROWS:
@@ -89,50 +89,50 @@ def declared(model: str) -> ModelSignature:
     return ModelSignature(tuple(sides["input"]), tuple(sides["output"]))
 
 
-# model_type, as config.pbtxt spells it, to the signature of the model.
+# model_type in config.pbtxt -> signature of the model.
 MODEL_SIGNATURES = {
     **{kind: declared(kind) for kind in ("GPT", "GPT-J")},
     "GPT-NeoX": declared("GPT-J"),
-    "Llama": declared("GPT"),  # ours alone; the C++ backend has no such model
+    "Llama": declared("GPT"),  # only ours; the C++ backend has no such model
     **{kind: declared(kind) for kind in ("T5", "T5-Encoder", "bert")},
 }
 GPT, T5 = MODEL_SIGNATURES["GPT"], MODEL_SIGNATURES["T5"]
-# Those that answer with hidden states, in the type that they compute in.
+# Model types that answer with hidden states, in their computation type.
 ENCODERS = ("T5-Encoder", "bert")
 
 PREPROCESSING, POSTPROCESSING = map(declared, ("preprocessing", "postprocessing"))
 TOKENIZER = declared("tokenizer")
-# Inputs of a generation model to the output of preprocessing that each takes.
+# Input of a generation model -> output of preprocessing that it receives.
 FROM_TEXT = {
     "input_ids": "INPUT_ID",
     "input_lengths": "REQUEST_INPUT_LEN",
     "request_output_len": "REQUEST_OUTPUT_LEN",
     "bad_words_list": "BAD_WORDS_IDS",
     "stop_words_list": "STOP_WORDS_IDS",
-    # An encoder-decoder model's names for two of them.
+    # The names of two of them in encoder-decoder models.
     "sequence_length": "REQUEST_INPUT_LEN",
     "max_output_len": "REQUEST_OUTPUT_LEN",
 }
 
-# Inputs of an encoder to the output of the tokenizer that each takes.
+# Input of an encoder -> output of the tokenizer that it receives.
 TOKENS_OF_ENCODER = {"input_ids": "input_ids", "sequence_length": "request_input_len"}
 
 
 def postprocessing(model: ModelSignature) -> ModelSignature:
-    """Return postprocessing with the types in which `model` sends tokens and lengths."""
+    """Return postprocessing with the types of tokens and lengths that `model` sends."""
     lengths = model.output("sequence_length").dtype
     tokens = model.output("output_ids").dtype
     return POSTPROCESSING.with_types({"TOKENS_BATCH": tokens, "sequence_length": lengths})
 
 
-# Our own engine's alone; scores are of models with one answer to a prompt that they repeat.
+# Inputs and outputs that only our engine has; scores only for models that repeat the prompt.
 CHOICES, SCORES = map(declared, ("choices", "scores"))
 
 
 def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
-    """Return the text-in, text-out signature around a generation model.
+    """Return the signature of an ensemble, from text to text, around a generation model.
 
-    One that `keeps_sessions` has the shapes of `interactive`; texts get them here.
+    With `keeps_sessions`, the model has the shapes of `interactive`, and so do the texts.
     """
     text = declared("ensemble")
     text = with_leading_axis(text) if keeps_sessions else text
@@ -146,7 +146,7 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
 
 
 def text_encoder(model: ModelSignature) -> ModelSignature:
-    """Return the signature of an encoder that takes text: its own, with texts in place of ids."""
+    """Return the signature of an ensemble with an encoder, which has texts in place of IDs."""
     options = tuple(
         replace(tensor, reshape=None)
         for tensor in model.inputs
@@ -159,7 +159,7 @@ def text_encoder(model: ModelSignature) -> ModelSignature:
 
 
 def interactive(model: ModelSignature) -> ModelSignature:
-    """Return the signature of an interactive model: every shape gains a leading axis of size 1."""
+    """Return the signature of an interactive model: every shape gets a leading axis of size 1."""
     return with_leading_axis(model + declared("session"))
 
 
@@ -174,7 +174,7 @@ def with_leading_axis(model: ModelSignature) -> ModelSignature:
 
 
 def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
-    """Return the signature of a model with the computation type, such as fp16, filled in.
+    """Return the signature of a model with its computation type, such as fp16.
 
     Common clients cannot send BF16 tensors, so a bf16 model accepts FP32 prompt tables.
     """
@@ -189,9 +189,9 @@ def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
 
 
 def hidden_states(model_type: str) -> tuple[str, ...]:
-    """Return the names of an encoder's inputs and outputs in the type that it computes in.
+    """Return the names of an encoder's inputs and outputs that have its computation type.
 
-    Empty for models that generate tokens, and for unknown ones.
+    Empty for models that generate tokens, and for unknown models.
     """
     if model_type not in ENCODERS:
         return ()
@@ -199,11 +199,11 @@ def hidden_states(model_type: str) -> tuple[str, ...]:
     return tuple(t.name for t in (*model.inputs, *model.outputs) if t.dtype == DATA_TYPE)
 
 
-# Their C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare
-# the type that arrives with the declared one and refuse another.
+# Model types whose C++ models send lengths as INT32, whatever the repository declares. Triton's
+# ensembles refuse a type other than the declared one.
 _SIGNED_LENGTHS = ("GPT", "GPT-J")
 
 
 def as_sent_by_fastertransformer(model: ModelSignature, model_type: str) -> ModelSignature:
-    """Return a model's signature with the types that NVIDIA's C++ backend sends."""
+    """Return a model's signature with the types that NVIDIA's C++ backend really sends."""
     return model.with_types({"sequence_length": "INT32"} if model_type in _SIGNED_LENGTHS else {})

@@ -18,7 +18,7 @@ from export_scripts.conversion.lora import Sum
 from export_scripts.conversion.sharding import file_chunks
 from export_scripts.conversion.tensor_plan import WrittenTensor, rank_window, whole_window
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, taken
+from export_scripts.families.mapping.sources import Adjusted, Compute, Parts, rearranged
 from export_scripts.numeric.arrays import DTYPES, Array, store, to_float32
 from export_scripts.numeric.dtypes import item_size
 from foundations.errors import CheckpointMismatchError
@@ -211,7 +211,7 @@ class _Unit:
                     window = rank_window(built, item.tensor, tp_size, self.rank)
                     yield built, window, kind
                 else:
-                    parts = taken(built, view)
+                    parts = rearranged(built, view)
                     yield parts, whole_window(parts.shape), kind
 
         for chunk in file_chunks(pieces(), math.prod(self.shape) * item_size(kind)):

@@ -1,1 +1,1 @@
-"""What families consist of: config.ini fields, tensors and their splits, architectures."""
+"""The parts of a family: config.ini fields, tensors and their splits, architectures."""

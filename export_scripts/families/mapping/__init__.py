@@ -1,1 +1,1 @@
-"""The vocabulary of source mappings: tensors, operations on them, settings of sources."""
+"""The parts of source mappings: tensors, operations on them, settings of sources."""

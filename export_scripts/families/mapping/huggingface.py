@@ -1,4 +1,4 @@
-"""Models in Hugging Face's form: tables of settings, and one record a family of decoders.
+"""Models in Hugging Face's form: a table of settings, and a record for each family of decoders.
 
 Both are read in both directions.
 """
@@ -28,22 +28,22 @@ from foundations.files.json_content import Fields, Table
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of transformers' configurations: our fields, its spellings, how it is read.
+    """A setting of transformers' configurations: our fields, its keys, and how it is read.
 
-    Fields (or properties of the config) and spellings are separated by spaces. The kind is a method
-    of `Settings`, or "size", a count that must be stated, or "count", one without which the family
-    has a rule. Which models have a setting, and its default, is in the table of known settings.
+    Fields (or properties of the config) and keys are separated by spaces. The kind is a method of
+    `Settings`, or "size" (a count that must be stated), or "count" (one that the family can
+    derive). The table of known settings has the models of a setting, and its default.
     """
 
     fields: str
     names: str
     kind: str
-    power: str  # to which the setting is raised, or -
+    power: str  # exponent to which the setting is raised, or -
 
 
 @functools.cache
 def setting_table(models: str) -> tuple[Setting, ...]:
-    """Return the settings of decoders, of BERTs or of T5s, from the table next to this module."""
+    """Return the settings of decoders, BERTs or T5s, from huggingface_fields.tsv."""
     text = Path(__file__).with_name("huggingface_fields.tsv").read_text(encoding="utf-8")
     rows = (line.split("\t") for line in text.splitlines())
     return tuple(Setting(*columns) for whose, *columns in rows if whose == models)
@@ -51,15 +51,15 @@ def setting_table(models: str) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True)
 class HuggingFaceSettings:
-    """The settings of a type of models, by their `names` in the order of a new config.json."""
+    """The settings of a model type; `names` are their keys in the order of a new config.json."""
 
     model_type: str
     names: Sequence[str]
-    models: str = "decoder"  # or "bert", "t5"
-    may_lack: Sequence[str] = ()  # sizes that have the library's default
+    models: str = "decoder"  # "decoder", "bert" or "t5"
+    may_lack: Sequence[str] = ()  # sizes that default to the library's
 
     def __iter__(self) -> Iterator[tuple[Setting, list[str], Any]]:
-        """Yield each setting, its spellings with the one to write first, and its default."""
+        """Yield (setting, its keys with the one to write first, its default)."""
         types = huggingface_table()
         table = {**types["*"], **types[self.model_type]}
         for name in self.names:
@@ -73,7 +73,7 @@ class HuggingFaceSettings:
             yield row, [name, *others], values[0] if values else None
 
     def read(self, settings: Settings) -> Fields:
-        """Return the fields in a configuration; problems are noted in `settings`."""
+        """Return the fields of a configuration; problems are noted in `settings`."""
         values: Fields = {}
         for each, names, default in self:
             kind = "integer" if each.kind in ("size", "count") else each.kind
@@ -91,14 +91,14 @@ class HuggingFaceSettings:
         return values
 
     def written(self, config: Any) -> Fields:
-        """Return the configuration of which `read` makes the config's values."""
+        """Return the settings that `read` turns into the config's values."""
         out: Fields = {}
         for each, names, default in self:
             value = getattr(config, each.fields.split()[-1])
             if each.kind.endswith("activation"):
                 value = activation_name(value, exact_gelu=config.exact_gelu, usual=default)
             elif each.power != "-" and value is not None:
-                # Without what the computation and its inverse have left.
+                # Removes rounding errors of the power and its inverse.
                 value = float(f"{value ** (1 / float(each.power)):.12g}")
                 value = int(value) if value.is_integer() and type(default) is int else value
             out[names[0]] = value
@@ -106,9 +106,9 @@ class HuggingFaceSettings:
 
 
 def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
-    """Return transformers' name of an activation of config.ini, without its gate.
+    """Return transformers' name for an activation of config.ini, without its gate.
 
-    Of several, the `usual` one.
+    If there are several names, `usual` is preferred.
     """
     activation, _ = activation_choice(spelling)
     wanted = activation, exact_gelu and activation == "gelu"
@@ -118,13 +118,13 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     return usual if usual in names else next(iter(names), activation)
 
 
-# From the facts, the config and the sources of tensors that have names.
+# (facts, config, sources of tensors with names) -> further sources.
 SourcesOf = Callable[[Facts, Any, Sources], Sources]
 
 
 @dataclass(frozen=True)
 class Trait:
-    """Fields that are made of settings and of the values read before, and the way back."""
+    """Fields that `read` derives from settings and values read before; `written` is the inverse."""
 
     read: Callable[[Settings, Fields], Table] = lambda *_: {}
     written: Callable[[Any], Table] = lambda _: {}
@@ -132,45 +132,44 @@ class Trait:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDecoder:
-    """A family of decoders: its settings and the names of its tensors."""
+    """A family of decoders: its settings, and the names of its tensors."""
 
     model_type: str  # in config.json
-    model: str  # class of transformers
+    model: str  # class in transformers
     title: str  # for the support table
-    name: str = ""  # of a model without one, and of the mapping; `model_type` if empty
+    name: str = ""  # name of the mapping and of a model without one; empty: `model_type`
     family: ModelFamily
-    keys: Sequence[str]  # settings of fields, as `HuggingFaceSettings` names them
-    may_lack: Sequence[str] = ()  # likewise
-    # Fields that all models have alike; a function is one of the values read before.
+    keys: Sequence[str]  # `HuggingFaceSettings.names`
+    may_lack: Sequence[str] = ()  # `HuggingFaceSettings.may_lack`
+    # Fields that are the same in all models, or functions of the values read before.
     fixed: Table = field(default_factory=dict)
     layer: str  # the source's prefix of a layer
-    names: Names  # of a layer's modules, and of those outside, as `whole_names` takes them
+    names: Names  # module of the layout -> module of the source, for `whole_names`
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
-    # For tensors that have none by their names, or another one.
+    # Sources of tensors that `names` does not describe; they take precedence.
     sources: SourcesOf = lambda *_: {}
-    # Further fields, from the settings and the values read before, and the way back.
-    traits: Sequence[Trait] = ()
-    constants: Table = field(default_factory=dict)  # settings that other programs read
-    heads: tuple[str, ...] = ("lm_head.weight",)  # the first stored one counts
+    traits: Sequence[Trait] = ()  # further fields
+    constants: Table = field(default_factory=dict)  # settings that only other programs read
+    heads: tuple[str, ...] = ("lm_head.weight",)  # keys of the head; the first stored is used
     is_tied: bool = False  # the library's default of tie_word_embeddings
-    stores_head: bool = False  # whether a folder holds the head of a tied model too
+    stores_head: bool = False  # whether an FT folder holds the head of a tied model, too
     bos: int | None = None  # the library's default of bos_token_id
-    eos: int | None = None  # of eos_token_id
-    positions: str | None = None  # key of the longest sequence, where the config has none
-    ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
-    prefix: str = "model."  # of names in a model saved without its head
-    accepts: tuple[str, ...] = ("prompt",)  # added archives
-    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
+    eos: int | None = None  # the library's default of eos_token_id
+    positions: str | None = None  # key of the longest sequence, if the config has no field for it
+    ignored: tuple[str, ...] = ()  # patterns of source tensors that are not converted
+    prefix: str = "model."  # prefix that names lack in a model saved without its head
+    accepts: tuple[str, ...] = ("prompt",)  # kinds of added archives
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # about a model that converts
 
     @property
     def read_settings(self) -> HuggingFaceSettings:
-        """The settings of fields."""
+        """The settings that fields are read from."""
         return HuggingFaceSettings(self.model_type, self.keys, may_lack=self.may_lack)
 
     @property
     def embedding(self) -> str:
-        """Key of the embedding."""
+        """The key of the embedding."""
         return f"{self.names['model.wte']}.weight"
 
     def config(self, facts: Facts) -> FTConfig:
@@ -191,7 +190,7 @@ class HuggingFaceDecoder:
         if not self.stores_head:
             tied = settings.flag("tie_word_embeddings", default=self.is_tied)
             both = self.heads[0], self.embedding
-            # Where both are stored, their values decide too.
+            # If both are stored, their values must be the same, too.
             tied = tied and (not all(map(facts.has, both)) or facts.same_values(*both))
             values["tie_word_embeddings"] = tied
         return settings.built(
@@ -202,18 +201,18 @@ class HuggingFaceDecoder:
         )
 
     def derived(self, settings: Settings, values: Fields) -> Fields:
-        """Return fields made of several settings; `values` keeps only fields of the config."""
+        """Return fields that depend on several settings; `values` loses what is not a field."""
         heads, hidden = values["head_num"], values.pop("hidden")
         what = f"{self.keys[1]} by {self.keys[0]}"
         values.setdefault("inter_size", 4 * hidden)
         return {"size_per_head": settings.divide(hidden, heads, what)}
 
-    def written_derived(self, config: Any) -> Fields:  # noqa: ARG002 - of a subclass
-        """Return the settings, other than `keys`, of which `derived` makes its fields."""
+    def written_derived(self, config: Any) -> Fields:  # noqa: ARG002 - subclasses use it
+        """Return the settings, other than `keys`, that `derived` turns into fields."""
         return {}
 
     def settings(self, config: Any, is_tied: bool) -> list[Fields]:
-        """Return the config.json that may describe a model."""
+        """Return candidates of a config.json that describes a model."""
         return [
             {
                 "model_type": self.model_type,
@@ -242,7 +241,7 @@ class HuggingFaceDecoder:
         return {**table, **self.sources(facts, config, table)}
 
     def stored_head(self, facts: Facts) -> str:
-        """Return the key that holds the head: the first one stored, or a tied model's embedding."""
+        """Return the key of the head: the first stored, else a tied model's embedding."""
         stated = facts.config.get("tie_word_embeddings")
         is_tied = self.is_tied if stated is None else stated
         stored = (key for key in self.heads if facts.has(key))

@@ -1,11 +1,11 @@
-"""Settings of other libraries, each known: computed with, without effect, or not expressible.
+"""Known settings of other libraries: computed with, without effect, or not expressible.
 
-The tables next to this module list every name, how it is used, and values: of a setting that stands
-in the way, those that change nothing (the library's default first), of others their defaults. All
-that begin with one word are one line (`sglang_*`). A setting that no table names is refused, as it
-may change what is computed without a trace in the tensors. Names and defaults are the libraries'
-own (tests/library_settings.py adds those of a new release); published_settings.tsv has what
-publishers' own files state more, which transformers passes over.
+The tables next to this module have a line for each name: its use, and values (harmless ones of a
+setting that is not expressible, with the library's default first; the default of any other). One
+line can stand for all names with a prefix (`sglang_*`). A setting that no table names is refused:
+it may change what is computed, and the tensors would not show it. Names and defaults are those of
+the libraries (tests/library_settings.py adds those of a new release); published_settings.tsv has
+further names in publishers' files, which transformers ignores.
 """
 
 import functools
@@ -21,58 +21,57 @@ from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table
 
 _FOLDER = Path(__file__).parent
-# Values that state nothing, in any of the libraries.
+# Values that mean "not set" in all of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
-# Parameters of rotary positions, which the table lists as rope_parameters: transformers 4.57 and
-# 5.24, modeling_rope_utils.py. `finetuned`, of the first folders with YaRN, says how the weights
-# came about.
+# Tables of parameters of rotary positions, known as rope_parameters.*: transformers 4.57 and 5.24,
+# modeling_rope_utils.py. `finetuned`, in the first folders with YaRN, states the weights' origin.
 _ROTARY_TABLES = ("rope_scaling", "rope_parameters")
 
 
-# The newest transformers of which the table has the settings.
+# The newest release of transformers whose settings the table has.
 RELEASE = (5, 24)
 
 
 @dataclass(frozen=True)
 class KnownSetting:
-    """One setting of a library.
+    """A setting of a library.
 
     `use` is one of:
         read: computed with, or shown by the tensors
         none: without effect on what is computed
         off: not expressible
-        dense: computed with in decoders with rotary positions, elsewhere not expressible
-        t5: computed with in T5, elsewhere not expressible
+        dense: computed with in decoders with rotary positions, not expressible elsewhere
+        t5: computed with in T5, not expressible elsewhere
         experts: computed with in mixtures, without effect elsewhere
-        mixture: computed with in mixtures, elsewhere not expressible
+        mixture: computed with in mixtures, not expressible elsewhere
         experts-off: not expressible in mixtures, without effect elsewhere
     """
 
     use: str
     values: tuple[Any, ...]
-    why: str = ""  # what a setting that stands in the way changes
+    reason: str = ""  # what a setting that is not expressible changes
 
 
 def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
-    """Yield the keys and the setting of each line of a table."""
+    """Yield (keys, setting) of each line of a table."""
     for line in path.read_text(encoding="utf-8").splitlines():
         *keys, values, use = line.split("\t")
-        use, _, why = use.partition(": ")
-        yield keys, KnownSetting(use, tuple(json.loads(values)), why)
+        use, _, reason = use.partition(": ")
+        yield keys, KnownSetting(use, tuple(json.loads(values)), reason)
 
 
 @functools.cache
 def library_table(library: str) -> Mapping[str, KnownSetting]:
-    """Return the settings of GPT-NeoX (eleuther), or of all that is Megatron's, by name."""
+    """Return the settings of GPT-NeoX ("eleuther") or of all Megatron libraries, by name."""
     lines = table_of_settings(_FOLDER / f"{library}_settings.tsv")
     return {name: known for (name,), known in lines}
 
 
 @functools.cache
 def huggingface_table(source: str = "huggingface") -> Mapping[str, Mapping[str, KnownSetting]]:
-    """Return the settings of each model type of transformers by name; those of all as type *.
+    """Return model type of transformers -> name -> setting; type * has those of all types.
 
-    The source may also be `published`.
+    The source "published" has publishers' further settings.
     """
     found: dict[str, dict[str, KnownSetting]] = {}
     for (kind, name), known in table_of_settings(_FOLDER / f"{source}_settings.tsv"):
@@ -81,17 +80,17 @@ def huggingface_table(source: str = "huggingface") -> Mapping[str, Mapping[str, 
 
 
 @functools.cache
-def _of_any_type() -> Mapping[str, KnownSetting]:
-    """Return the settings of all model types of transformers, as what other types have."""
+def _other_types() -> Mapping[str, KnownSetting]:
+    """Return the settings of all model types of transformers, as without effect."""
     names = itertools.chain.from_iterable(huggingface_table().values())
     return dict.fromkeys(names, KnownSetting("none", ()))
 
 
 def huggingface_obstacles(facts: Facts) -> dict[str, str]:
-    """Return a reason for each setting of a config.json that may make the model another one.
+    """Return name -> reason for each setting of a config.json that may change the model.
 
-    One that only models of other types have is none of this type: transformers passes over it, if
-    the file is of a release whose settings are known.
+    A setting that only other model types have is ignored, as transformers ignores it; if the file
+    is from a release newer than the table, it may be unknown and is refused.
     """
     table, kind = huggingface_table(), facts.config["model_type"]
     known = {**table["*"], **table[kind], **huggingface_table("published").get(kind, {})}
@@ -102,7 +101,7 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
         if f"rope_parameters.{name.rpartition('.')[2]}" not in known
     }
     version = re.findall(r"\d+", str(facts.config.get("transformers_version")))[:2]
-    others = {} if tuple(map(int, version)) > RELEASE else _of_any_type()
+    others = {} if tuple(map(int, version)) > RELEASE else _other_types()
     return {
         **obstacles(facts.config, {**others, **known}, {"read", "none"}),
         **obstacles(unknown, {}, set()),
@@ -110,7 +109,7 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
 
 
 def _dotted(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a table and of the tables in it, with the keys that lead to it."""
+    """Yield (dotted key, value) of each value in nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{path}{key}.")
@@ -119,25 +118,24 @@ def _dotted(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def eleuther_obstacles(facts: Facts) -> dict[str, str]:
-    """Return a reason for each setting of GPT-NeoX that FT's GPT-NeoX does not compute with."""
+    """Return name -> reason for each setting of GPT-NeoX that FT's GPT-NeoX cannot express."""
     return obstacles(facts.config, library_table("eleuther"), {"read", "none"})
 
 
 def megatron_obstacles(
     source: Table, layout: str = "", experts: str = "experts-off"
 ) -> dict[str, str]:
-    """Return a reason for each setting by which a model may compute what its layout does not.
+    """Return name -> reason for each setting with which a model computes what a layout cannot.
 
-    `layout` is the use of the settings that it alone computes with: dense, t5, or neither;
-    `experts` that of those which do no harm: experts-off without experts, mixture in a mixture, and
-    none in a hybrid, which computes with neither.
+    `layout` is a further accepted use: "dense", "t5" or "". So is `experts`: "experts-off" for a
+    model without experts, "mixture" for a mixture, "" for a hybrid.
     """
     free = {"read", "none", layout, "experts", experts}
     return obstacles(source, library_table("megatron"), free)
 
 
 def obstacles(source: Table, table: Mapping[str, KnownSetting], free: set[str]) -> dict[str, str]:
-    """Return a reason for each setting that a table does not have, or has not among the `free`."""
+    """Return name -> reason for each setting that is unknown, or whose use is not in `free`."""
     found = {}
     for name, value in source.items():
         if value in _EMPTY:
@@ -148,7 +146,7 @@ def obstacles(source: Table, table: Mapping[str, KnownSetting], free: set[str]) 
         elif known.use not in free and value not in known.values:
             usual = " or ".join(map(repr, known.values))
             found[name] = (
-                f"{name} = {value!r:.100}: {known.why}, which the layout does not hold; expected "
+                f"{name} = {value!r:.100}: {known.reason}, which the layout cannot hold; expected "
                 f"{usual}"
             )
     return found

@@ -17,9 +17,9 @@ from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table
 from foundations.files.yaml_content import read_own_table
 
-# NeMo spells the fused variants with a "fast-" prefix; they compute the same.
+# NeMo's fused variants have the prefix "fast-" and compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-# Words, and the names of megatron-core's functions.
+# Names of activations, and of megatron-core's functions -> our names.
 _PLAIN = {
     **dict.fromkeys(("gelu", "openai-gelu", "openai_gelu", "gelu_new", "fast_gelu"), "gelu"),
     "relu": "relu",
@@ -28,7 +28,7 @@ _PLAIN = {
 }
 
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-# YAML takes 1e-5, without a point, for text.
+# YAML reads 1e-5, which has no point, as text.
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
 
 
@@ -43,7 +43,7 @@ def megatron_settings(config: Table, label: str) -> Settings:
 
 
 class MegatronTraits:
-    """Traits of a Megatron-style decoder in the configuration of a format; no key means two things.
+    """Traits of a Megatron-style decoder, from the configuration of any format.
 
     Sizes are 0 if the source does not state them.
 
@@ -56,12 +56,12 @@ class MegatronTraits:
         if source_format in _SCALED:
             config = {**config, "use_rope_scaling": bool(config.get(_SCALED[source_format]))}
             bases = config.get("rotary_base")
-            if isinstance(bases, list) and len(bases) == 2:  # of layers with a window, and others
+            if isinstance(bases, list) and len(bases) == 2:  # layers with a window, and others
                 config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
         if source_format in _SCALED_BY_CORE:
             config = {**config, **dict.fromkeys(_SCALING_OF_NEMO)}
         settings = megatron_settings(config, label)
-        self.settings = settings  # in which a family reads what it alone has
+        self.settings = settings  # for settings that only one family reads
         self.source = settings.source  # the configuration
 
         def size(*keys: str, default: int = 0) -> int:
@@ -76,9 +76,9 @@ class MegatronTraits:
         self.num_layer = size("num_layers")
         self.max_pos_seq_len = size(*positions)
         self.size_per_head = size("kv_channels", default=hidden // heads if heads else 0)
-        # Megatron-LM states a number of groups even where no heads share one.
+        # Megatron-LM states a number of groups even if no heads share one.
         is_grouped = config.get("group_query_attention", True)
-        groups = ("num_query_groups", "num_key_value_heads")  # the latter of Megatron-DeepSpeed
+        groups = ("num_query_groups", "num_key_value_heads")  # the latter in Megatron-DeepSpeed
         self.query_groups = (size(*groups) if is_grouped else 0) or heads
         self.adapter_inter_size = size("project_size")
         self.layernorm_eps = number("layernorm_epsilon", "norm_epsilon", default=1e-5)
@@ -87,8 +87,8 @@ class MegatronTraits:
         if config.get("use_rotary_position_embeddings"):
             self.position = "rope"
         self.normalization = _normalization(config)  # layernorm, layernorm1p, rmsnorm, ...
-        # The activation is gelu, relu, silu, or the source's own word. One kernel may add the bias
-        # and compute gelu, in its tanh form.
+        # The activation is gelu, relu, silu, or the source's word. A fused kernel adds the bias and
+        # computes gelu in its tanh form.
         self.activation, self.gated, self.fused_gelu, by_erf = activation_of(config)
         self.exact_gelu = by_erf and not self.fused_gelu
         self.bias = bool(_first(config, "bias", "add_bias_linear", default=True))
@@ -103,7 +103,7 @@ class MegatronTraits:
             experts = []
         self.expert_num = max(experts, default=1)
         self.rotary_base = number("rotary_base", default=10000)
-        self.rotary_local_base = settings.optional("rotary_local_base")  # of layers with a window
+        self.rotary_local_base = settings.optional("rotary_local_base")  # for layers with a window
         self.rotary_fraction = number("rotary_percentage", "rotary_percent", default=1.0)
         self.rotary_interpolation = number(
             "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor", default=1.0
@@ -121,19 +121,19 @@ def _first(config: Table, *keys: str, default: Any = None) -> Any:
 
 
 def _normalization(config: Table) -> str:
-    """Return the norm's name, ending in 1p if scales are stored as their distance from 1."""
+    """Return the norm's name, with the suffix 1p if scales are stored as their distance from 1."""
     word = str(config.get("normalization") or "layernorm").lower()
     is_centred = any(config.get(key) for key in _ZERO_CENTRED)
     return word if word.endswith("1p") or not is_centred else f"{word}1p"
 
 
-# The kind of activation, whether it is gated, whether a kernel fuses gelu with its bias, and
-# whether gelu is by erf where none does.
+# (activation, whether it is gated, whether a kernel fuses gelu with the bias, whether gelu is by
+# erf without such a kernel).
 _Activation = tuple[str, bool, bool, bool]
 
 
 def nemo_activation(config: Table) -> _Activation:
-    """Return what NeMo computes, whose openai_gelu overrides `activation`.
+    """Return the activation that NeMo computes; openai_gelu overrides `activation`.
 
     NeMo 1.x, nlp/modules/common/megatron/mlp.py. The fused kernels, there and in megatron-core
     (megatron/core/fusions), compute the tanh form, with a gate and without.
@@ -150,11 +150,11 @@ def nemo_activation(config: Table) -> _Activation:
 
 
 def nemo_fuses_activation(config: Table) -> bool:
-    """Return whether a NeMo configuration asks for the kernel that fuses bias and activation."""
+    """Return whether a NeMo configuration selects the kernel that fuses bias and activation."""
     return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
 
 
-# Settings by which Transformer Engine computes the activation, of which gelu is in its tanh form.
+# Settings with which Transformer Engine computes the activation; its gelu is the tanh form.
 # NVIDIA/TransformerEngine, transformer_engine/pytorch/ops/basic/activation.py
 _BY_TE = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
@@ -173,10 +173,10 @@ def _core_activation(config: Table) -> _Activation:
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and any(config.get(each) for each in ("bias_activation_fusion", *_BY_TE))
     gated = bool(config.get("gated_linear_unit"))
-    return _PLAIN.get(word, word), gated, fused, word == "gelu"  # torch's own alone is by erf
+    return _PLAIN.get(word, word), gated, fused, word == "gelu"  # only torch's gelu is by erf
 
 
-# Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
+# Format -> (name of its configuration in messages, keys of the longest sequence, activation).
 _FORMATS = {
     "nemo": (
         "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), nemo_activation
@@ -185,10 +185,10 @@ _FORMATS = {
     "nemo2": ("context/model.yaml", ("seq_length",), _core_activation),
     "bridge": ("run_config.yaml", ("seq_length",), _core_activation),
 }  # fmt: skip
-# Keys that are set where positions are scaled as Llama 3.1's.
+# Format -> the key that is set if positions are scaled like Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
-# Formats whose positions megatron-core scales, which takes rope_scaling_factor alone; and NeMo's
-# own parameters.
+# Formats whose positions megatron-core scales, which reads only rope_scaling_factor; and parameters
+# that only NeMo reads.
 _SCALED_BY_CORE = ("megatron", "bridge")
 _SCALING_OF_NEMO = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
@@ -209,7 +209,7 @@ def missing_sizes(traits: MegatronTraits) -> list[str]:
     ]
 
 
-# As in Qwen2ModelProvider1P5B, MixtralModelProvider8x7B, Qwen3MoEModelProvider30B_A3B.
+# The size in Qwen2ModelProvider1P5B, MixtralModelProvider8x7B, Qwen3MoEModelProvider30B_A3B.
 _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 
@@ -219,26 +219,26 @@ def _known() -> Mapping[str, Any]:
 
 
 def _function_name(value: Any) -> str:
-    """Return the last part of the path under which a configuration keeps a function."""
+    """Return a function's name from its import path in a configuration."""
     path = value.get("_target_") if isinstance(value, Mapping) else value
     return str(path or "").rpartition(".")[2]
 
 
 def unknown_model(facts: Facts) -> list[str]:
-    """Return every reason the computation of a class of models is unknown."""
+    """Return every reason why it is unknown what a class of models computes."""
     name = _SIZE_OF_NAME.sub("", str(facts.config.get("model_class") or ""))
     known = _known()["models"].get(facts.reader.format, ())
     reasons = []
     if known and name and name not in known:
         reasons.append(
-            f"its configuration is of a {name}, which may compute more than it says; known: "
+            f"its class is {name}, which may compute more than the configuration states; known: "
             f"{', '.join(known)}"
         )
     layers = _function_name(facts.config.get("transformer_layer_spec"))
     known_layers = _known()["own_layers"].get(name, _known()["layers"])
     if layers and layers not in known_layers:
         reasons.append(
-            f"transformer_layer_spec = {layers}: layers of its own, which may compute something "
-            f"else; known: {', '.join(known_layers)}"
+            f"transformer_layer_spec = {layers}: custom layers, which may compute something else; "
+            f"known: {', '.join(known_layers)}"
         )
     return reasons

@@ -1,4 +1,4 @@
-"""The tensors of a decoder in a source: its modules, by those of the layout."""
+"""The sources of a decoder's tensors, from the names of its modules."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,19 +23,19 @@ from export_scripts.families.mapping.sources import (
 from foundations.files.json_content import Fields
 from foundations.files.yaml_content import read_own_table
 
-# Modules of the layout and of a source; of a fused projection, those of its three parts.
+# Module of the layout -> module of a source, or three if the layout fuses queries, keys and values.
 Names = Mapping[str, str | tuple[str, str, str]]
 
 QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
-# Modules whose rows are the vocabulary, which training ranks share; with others that are stored
-# as sources have them.
+# Modules whose rows are the vocabulary, which training ranks cut; and all modules that the layout
+# does not transpose.
 _VOCABULARY = ("model.wte", "model.lm_head")
 _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shared.gate")
 
 
 @functools.cache
 def known_names() -> Mapping[str, Any]:
-    """Return the modules of a layout and of a source, by the source's name in the table of them."""
+    """Return the tables of module_names.yaml by name."""
     path = Path(__file__).with_name("module_names.yaml")
     return cast(Mapping[str, Any], read_own_table(path))
 
@@ -43,8 +43,8 @@ def known_names() -> Mapping[str, Any]:
 def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:
     """Return names of modules as complete patterns, without empty ones.
 
-    Those of the layout that do not begin with "model." are in a layer, which is `ours` in the
-    layout, and which the source calls so.
+    Modules of the layout that do not begin with "model." are in a layer: `ours` is its prefix in
+    the layout, `layer` in the source.
     """
     outside: Fields = {name: theirs for name, theirs in names.items() if name.startswith("model.")}
     return outside | {
@@ -65,21 +65,20 @@ def named_sources(
     in_out: bool = False,
     halves_per_rank: bool = False,
 ) -> Sources:
-    """Return the source of each tensor of a layout that has a name.
+    """Return the source of each tensor of a layout whose module has a name.
 
-    Training ranks, where a source has several, cut each as ranks of the layout do, and embedding
-    and head by rows.
+    Training ranks, if there are several, cut a tensor like ranks of the layout; embedding and head
+    by rows.
 
     Args:
-        names: Modules of the layout and of the source, as complete patterns. Two halves of an MLP
-            of one name are the halves of one tensor; a name that ends in "_" is a part of the
-            tensor's own, and one with an `ENTRY` that of a tensor which holds several.
+        names: Module of the layout -> module of the source, as complete patterns. If both halves of
+            a gated MLP have the same name, one tensor holds them; a name that ends in "_" is the
+            beginning of a parameter's name; one with an `ENTRY` is an entry of a tensor.
         layout: The layout.
-        rows: How the rows of separate queries, keys and values are nested, as `attention_heads`
-            calls it.
-        order: How those of a projection that the layout fuses too are, as `split_qkv` calls it.
-        in_out: Whether matrices are (in, out), as in the layout; queries, keys and values are
-            then three blocks of columns.
+        rows: The nesting of the rows of separate queries, keys and values (`attention_heads`).
+        order: The nesting of the rows of a fused projection (`split_qkv`).
+        in_out: Whether matrices are (in, out), as in the layout; a fused projection is then three
+            blocks of columns.
         halves_per_rank: Whether each training rank has a part of both halves of an MLP.
     """
     halves = {
@@ -108,7 +107,7 @@ def named_sources(
             cut = None if rows == "blocks" else 0
             out[spec.name] = attention_heads(key, QUERY_KEY_VALUE.index(bare), rows, cut)
         elif module in halves:
-            out[spec.name] = half(key, halves[module], of_each=halves_per_rank)
+            out[spec.name] = half(key, halves[module], per_rank=halves_per_rank)
         elif module in _AS_STORED:
             out[spec.name] = Copy(key, cut=0 if module in _VOCABULARY else None)
         elif bare == "attention.key_norm":
@@ -128,9 +127,9 @@ def completed(
     lacks: Callable[[str], bool],
     is_one_plus: bool,
 ) -> Sources:
-    """Return a table with zeros for absent biases, and 1 added to scales of norms.
+    """Return a table with zeros for missing biases, and 1 added to scales of norms if needed.
 
-    `lacks` says whether the model has no bias of a name, `is_one_plus` whether scales are stored as
+    `lacks` says whether the model has no bias of a name, `is_one_plus` whether it stores scales as
     their distance from 1.
     """
     shapes = {spec.name: spec.shape for spec in layout}

@@ -1,7 +1,7 @@
-"""Prompt-learning archives (p-tuning, prompt tuning) added to any family with prompt tables.
+"""Prompt-learning archives (p-tuning, prompt tuning) for any family with prompt tables.
 
-Archive: NeMo, MegatronGPTPromptLearningModel / MegatronT5PromptLearningModel; model_config.yaml
-lists task_templates, the weights hold one table per task.
+Archives: NeMo, MegatronGPTPromptLearningModel / MegatronT5PromptLearningModel. model_config.yaml
+lists task_templates; the weights hold a table for each task.
 """
 
 import re
@@ -16,13 +16,13 @@ from export_scripts.families.mapping.source_mapping import Facts
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields
 
-# FasterTransformer's prompt_learning_type of tables chosen by task name.
+# FasterTransformer's prompt_learning_type for tables that a task name selects.
 P_PROMPT_TUNING = 3
 
 _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 
-# megatron_t5_adapter_model.py; later versions write layers.<i>.<part>:<adapter>.
+# megatron_t5_adapter_model.py; newer versions write layers.<i>.<part>:<adapter>.
 _PLACE = re.compile(
     r"^.*\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
     r"(?:\.(?:self_attention|mlp|(?P<cross>inter_attention)))?:(?P<inter>inter_)?"
@@ -40,14 +40,14 @@ def added_tensors(
     ia3: Sequence[CheckpointReader],
     adapters: Sequence[CheckpointReader],
 ) -> Tensors:
-    """Return the tensors of added archives, by the names that source mappings use for them.
+    """Return the tensors of added archives, by the names that source mappings use.
 
-    Those are "prompt:<task>" for a prompt table, "prompt.<number>:<key>" for what else is next to
-    it, and "ia3.<number>:<key>" or "adapter.<number>:<key>" with the key as in earlier versions of
-    NeMo, which name the layer of an adapter, not its part.
+    A prompt table is "prompt:<task>", any other tensor of its archive "prompt.<number>:<key>".
+    "ia3.<number>:<key>" and "adapter.<number>:<key>" have the key of earlier versions of NeMo,
+    which names the layer of an adapter but not the part of the layer.
 
     Raises:
-        CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
+        CheckpointMismatchError: Two archives hold the same task, or a task cannot be a file name.
     """
     tensors: Tensors = {}
     for number, archive in enumerate(prompts):

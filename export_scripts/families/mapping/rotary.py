@@ -1,7 +1,7 @@
-"""Rotary positions as Hugging Face configurations describe them, old spelling and new.
+"""Rotary positions as Hugging Face configurations describe them, in the old and new spelling.
 
-Before version 5: rope_theta, partial_rotary_factor (of GPT-NeoX rotary_emb_base, rotary_pct) and
-rope_scaling; since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
+Before version 5: rope_theta, partial_rotary_factor (in GPT-NeoX rotary_emb_base, rotary_pct) and
+rope_scaling; since then rope_parameters. Meanings: transformers, modeling_rope_utils.py.
 """
 
 import math
@@ -12,12 +12,12 @@ from export_scripts.families.layout.architecture import ROTARY_SCALINGS
 from export_scripts.families.mapping.settings import Settings
 from foundations.files.json_content import Fields, Table
 
-# Built into FasterTransformer's GPT-J and GPT-NeoX.
+# The base that is hard-wired in FasterTransformer's GPT-J and GPT-NeoX.
 FT_BASE = 10000.0
 
-# Earlier names.
+# Earlier names -> current names.
 _RENAMED = {"su": "longrope", "default": None}
-_OLDER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}  # of GPT-NeoX
+_OLDER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}  # in GPT-NeoX
 
 
 def rotary_fields(
@@ -32,27 +32,32 @@ def rotary_fields(
 ) -> Fields:
     """Return the rotary keys of config.ini; problems are noted in `settings`.
 
-    Where the configuration names none, `fraction` of a head is rotated (None: the library always
-    rotates whole heads) with `base`, and in layers with a sliding window with `local_base`, in a
-    family where that may be another, whose older spelling is `local_key`. `usual` are the library's
-    parameters where these are not plain.
+    Args:
+        settings: The configuration.
+        size_per_head: Dimensions of a head.
+        fraction: The default of the rotated part of a head; None if it is always the whole head.
+        base: The default base.
+        local_base: The default base of layers with a sliding window; None in families that have
+            only one base.
+        local_key: The older key of that base.
+        usual: The library's default of all parameters, if that is not plain rotary positions.
     """
     source = settings.source
-    # With both, transformers 4 reads the second only and 5 prefers it.
+    # If both are set, transformers 4 reads only the second, and 5 prefers it.
     given = rotary_parameters(source) or usual or {}
     if given is usual and "rope_scaling" in source:
         settings.note(
-            "rope_scaling = null without rope_parameters: transformers 4 takes it for plain rotary "
-            f"positions, and 5 for {usual}; state rope_parameters"
+            "rope_scaling = null without rope_parameters: transformers 4 uses plain rotary "
+            f"positions, and 5 uses {usual}; state rope_parameters"
         )
     if not isinstance(given, Mapping):
         settings.note(f"rotary scaling {given!r} is not a table of parameters")
         given = {}
     elif local_base is not None:
-        given, local = _layers_apart(settings)
+        given, local = _parameters_by_kind(settings)
         local_base = _local_base(settings, local, local_key, local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
-        settings.note("layers with rotary positions of their own")
+        settings.note("layers have different rotary positions")
         given = {}
     stated = given.get("rope_type") or given.get("type")
     if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):
@@ -84,55 +89,56 @@ def rotary_fields(
         fields["rotary_local_base"] = local_base
     if kind == "yarn" and local_base is not None and given.get("truncate") is False:
         settings.note(
-            "rotary scaling yarn with truncate = false: in layers with rotary positions of their "
-            "own transformers 4 applies it and 5 does not; remove it if the model was made with 5"
+            "rotary scaling yarn with truncate = false: if kinds of layers have different rotary "
+            "positions, transformers 4 applies it and 5 does not; remove it if the model was "
+            "trained with 5"
         )
     return fields if kind is None else fields | _scaling(kind, inner, settings)
 
 
 def rotary_parameters(source: Table) -> Any:
-    """Return the parameters of rotary positions that a configuration states, in either spelling."""
+    """Return the parameters of rotary positions that a configuration states in either spelling."""
     return source.get("rope_scaling") or source.get("rope_parameters")
 
 
 def _either(
     settings: Settings, inner: Settings, name: str, older: Mapping[str, str], default: float
 ) -> float:
-    """Return a number that stands among the parameters or, in older files, next to them."""
+    """Return a number that is among the parameters or, in older files, next to them."""
     names = [name, *([older[name]] if name in older else ())]
     outside = settings.number(*names, default=default)
     inside = inner.number(name, default=outside)
     if inside != outside and not settings.source.keys().isdisjoint(names):
         settings.note(
-            f"{name} = {outside:g}, and {inside:g} among the parameters of rotary positions: "
+            f"{name} = {outside:g}, but {inside:g} among the parameters of rotary positions: "
             "transformers 4 reads the first and 5 the second; remove the wrong one"
         )
     return inside
 
 
-def _layers_apart(settings: Settings) -> tuple[Table, Table]:
-    """Return the parameters of layers that attend to all positions, and of those with a window.
+def _parameters_by_kind(settings: Settings) -> tuple[Table, Table]:
+    """Return the parameters of layers with full attention, and of those with a window.
 
-    transformers 5, Gemma3TextConfig.convert_rope_params_to_dict, which passes over all others.
+    transformers 5, Gemma3TextConfig.convert_rope_params_to_dict, which ignores all others.
     """
     scaling = settings.source.get("rope_scaling") or {}
-    apart = settings.source.get("rope_parameters") or {}
+    by_kind = settings.source.get("rope_parameters") or {}
     known = ("full_attention", "sliding_attention")
-    is_known = isinstance(apart, Mapping) and all(
-        name in known and isinstance(value, Mapping | None) for name, value in apart.items()
+    is_known = isinstance(by_kind, Mapping) and all(
+        name in known and isinstance(value, Mapping | None) for name, value in by_kind.items()
     )
     if not is_known:
         settings.note(
-            f"rope_parameters = {apart!r:.200}: transformers 5 reads {' and '.join(known)} of it "
-            "alone, each with parameters of its own"
+            f"rope_parameters = {by_kind!r:.200}: transformers 5 only reads {' and '.join(known)} "
+            "in it, each a table of parameters"
         )
         return {}, {}
-    full, local = (apart.get(name) or {} for name in known)
+    full, local = (by_kind.get(name) or {} for name in known)
     return {**full, **scaling}, local
 
 
 def _local_base(settings: Settings, given: Table, key: str, usual: float) -> float:
-    """Return the base of layers with a window, which have plain rotary positions."""
+    """Return the base of layers with a window, whose rotary positions must be plain."""
     local = Settings(given, settings.label, settings.problems)
     if given.get("rope_type", "default") != "default":
         local.note(
@@ -141,14 +147,14 @@ def _local_base(settings: Settings, given: Table, key: str, usual: float) -> flo
     outside = settings.number(key, default=usual)
     if key == "rope_theta" and outside != usual and given.get(key) is None:
         settings.note(
-            f"rope_theta = {outside:g}: transformers 4 takes it for layers with a window too, and "
-            f"5 takes {usual:g}; state each base in rope_parameters"
+            f"rope_theta = {outside:g}: transformers 4 uses it also for layers with a window, and "
+            f"5 uses {usual:g}; state each base in rope_parameters"
         )
     return local.number("rope_theta", default=outside)
 
 
 def scaling_fields(kind: str, scaling: Table) -> Fields:
-    """Return the keys of config.ini of a kind of rotary scaling and its parameters."""
+    """Return the keys of config.ini for a kind of rotary scaling and its parameters."""
     return {
         "rotary_scaling_type": kind,
         **{f"rotary_{name}": value for name, value in scaling.items()},
@@ -156,13 +162,13 @@ def scaling_fields(kind: str, scaling: Table) -> Fields:
 
 
 def rotary_fraction(dims: int, size_per_head: int) -> float:
-    """Return the fraction of a head whose rounding down gives `dims` again."""
+    """Return a fraction of a head that, multiplied and rounded down, gives `dims` again."""
     fraction = dims / size_per_head
     return fraction if int(size_per_head * fraction) == dims else (dims + 0.5) / size_per_head
 
 
 def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
-    """Return the fields of a kind of scaling; none if one of its parameters is missing."""
+    """Return the fields of a kind of scaling; none if a parameter is missing."""
     if missing := [name for name in ROTARY_SCALINGS[kind] if given.source.get(name) is None]:
         settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
         return {}
@@ -170,10 +176,11 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
     read = given.numbers if kind == "longrope" else given.number
     out: Fields = {name: read(name) for name in ROTARY_SCALINGS[kind]}
     if kind == "dynamic":
-        # The growth is measured against the model's own limit.
+        # Growth is relative to the model's longest sequence.
         out["original_max_position_embeddings"] = context
     if kind in ("llama3", "yarn", "longrope"):
-        # A key next to rope_scaling takes precedence over one inside; the limit is the last resort.
+        # A key next to rope_scaling takes precedence over one inside; the longest sequence is the
+        # last resort.
         inside = given.integer("original_max_position_embeddings", default=context)
         original = settings.integer("original_max_position_embeddings", default=inside)
         out["original_max_position_embeddings"] = original
@@ -194,7 +201,7 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
 
 
 def _attention_factor(given: Settings) -> float:
-    """Return yarn's factor of sine and cosine.
+    """Return YaRN's factor of sine and cosine.
 
     YaRN (arXiv 2309.00071), section 3.4; mscale and mscale_all_dim are DeepSeek's refinement.
     """
@@ -208,5 +215,5 @@ def _attention_factor(given: Settings) -> float:
 
 
 def yarn_growth(factor: float, weight: float) -> float:
-    """Return by how much YaRN scales sine and cosine, or scores, for a factor of the length."""
+    """Return YaRN's scale of sine and cosine, or of scores, for a factor of the length."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

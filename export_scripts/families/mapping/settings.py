@@ -1,7 +1,7 @@
 """A source's model configuration: required keys, aliases, and refused values.
 
-Problems are gathered and raised together. Absent keys have the defaults of the library that
-wrote the file.
+Problems are collected and raised together. Absent keys have the defaults of the library that wrote
+the file.
 """
 
 import json
@@ -19,11 +19,11 @@ from export_scripts.families.mapping.source_mapping import Facts
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Table
 
-REQUIRED = object()  # as a default: the key must be there
+REQUIRED = object()  # as a default: the key must be set
 
 _MOST_NAME_BYTES = 120
 _MOST = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
-# Keys of special tokens -> attribute of a config with the token that was taken.
+# Key of a special token -> attribute of a config with the token that is used.
 _TOKENS = {
     "bos_token_id": "start_id",
     "decoder_start_token_id": "start_id",
@@ -32,7 +32,7 @@ _TOKENS = {
 }
 
 _ADDED_TOKENS = ("tokenizer.json", "tokenizer_config.json")
-# Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
+# Hugging Face's name of an activation -> (spelling in config.ini, whether gelu is by erf).
 # transformers, activations.py
 HUGGINGFACE_ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), ("Gelu", True)),
@@ -43,35 +43,35 @@ HUGGINGFACE_ACTIVATIONS = {
     "relu": ("Relu", False),
     **dict.fromkeys(("silu", "swish"), ("Silu", False)),
 }
-# With those that FasterTransformer does not know.
+# Includes activations that FasterTransformer does not know.
 ALL_ACTIVATIONS = {**HUGGINGFACE_ACTIVATIONS, "relu2": ("Relu2", False)}
 
 
 @dataclass
 class Settings:
-    """A source's configuration, with the problems found in reading it."""
+    """A source's configuration, and the problems found while reading it."""
 
     source: Table  # as its library wrote it
-    label: str = "config.json"  # in messages
-    problems: list[str] = field(default_factory=list)  # missing and unreadable keys so far
+    label: str = "config.json"  # its name in messages
+    problems: list[str] = field(default_factory=list)  # found so far
 
     def note(self, problem: str) -> None:
-        """Note a problem with a key."""
+        """Add a problem with a key."""
         self.problems.append(f"{self.label}: {problem}")
 
     def value(self, *names: str, default: Any = REQUIRED) -> Any:
-        """Return the value under whichever of several spellings is set; null counts as unset."""
-        given = [name for name in names if self.source.get(name) is not None]
-        if not given:
+        """Return the value of the first spelling that is set; null counts as not set."""
+        found = [name for name in names if self.source.get(name) is not None]
+        if not found:
             if default is REQUIRED:
                 self.problems.append(f"{self.label} has no {' or '.join(names)}")
                 return None
             return default
-        first, *others = given
+        first, *others = found
         value = self.source[first]
         self.problems += [
             f"{self.label}: {first} = {value!r} but {name} = {self.source[name]!r}, two "
-            "spellings of one setting: expected one value; remove the wrong one"
+            "spellings of one setting: expected the same value; remove the wrong one"
             for name in others
             if self.source[name] != value
         ]
@@ -80,7 +80,7 @@ class Settings:
     def integer(self, *names: str, default: Any = REQUIRED, least: int = 1) -> int:
         """Return an integer of at least `least`, or 1 after noting a problem.
 
-        One of layers is bounded before anything is made for each.
+        A number of layers is limited, before anything is allocated for each.
         """
         value = self.value(*names, default=default)
         if value is None:
@@ -109,7 +109,7 @@ class Settings:
         return float(value)
 
     def optional(self, name: str, *, default: float | None = None) -> float | None:
-        """Return a number greater than 0, as it is stated, or None where null switches it off."""
+        """Return a number greater than 0, unchanged, or None if null switches it off."""
         stated = self.source.get(name, default)
         if stated is None:
             return None
@@ -126,7 +126,7 @@ class Settings:
         return tuple(map(float, entries))
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a boolean; null, which is false to some readers, is refused."""
+        """Return a boolean; null, which some readers take for false, is refused."""
         value = self.source.get(name, default)
         if not isinstance(value, bool):
             self.note(f"{name} = {value!r} is neither true nor false")
@@ -147,11 +147,11 @@ class Settings:
         return known[name]
 
     def any_activation(self, *names: str, default: str) -> tuple[str, bool]:
-        """Return the same, of activations that FasterTransformer does not know too."""
+        """Return the same as `activation`, also for those that FasterTransformer does not know."""
         return self.activation(*names, default=default, known=ALL_ACTIVATIONS)
 
     def divide(self, total: int, parts: int, what: str) -> int:
-        """Return total / parts; a remainder is noted as a problem."""
+        """Return total / parts, or 1 after noting a remainder as a problem."""
         if parts == 0 or total % parts:
             self.note(f"{what}: {total} does not divide by {parts}")
             return 1
@@ -162,8 +162,8 @@ class Settings:
     ) -> tuple[int, int]:
         """Return (start_id, end_id); a model with only one uses it for both.
 
-        Sources in order: the user, config.json with the library's defaults, the generation's
-        configuration, the tokenizer.
+        Sources in order: the user, config.json with the library's defaults, generation_config.json,
+        the tokenizer.
         """
         generation, known = _generation_config(facts), facts.special_ids()
 
@@ -183,9 +183,9 @@ class Settings:
         return start, end
 
     def token(self, name: str, value: Any) -> int | None:
-        """Return the first of several token ids (a model may name several last tokens).
+        """Return a token ID, the first of a list (as of several end tokens).
 
-        A negative id counts as none.
+        A negative ID counts as none.
         """
         if isinstance(value, list):
             value = next((each for each in value if not _is_negative(each)), None)
@@ -197,11 +197,11 @@ class Settings:
         return value
 
     def built(self, config: Callable[..., ConfigT], facts: Facts, **fields: Any) -> ConfigT:
-        """Return a config of the fields, and of those that are asked for and added.
+        """Return a config with the fields, and with those of the request and of added archives.
 
         Raises:
-            CheckpointMismatchError: Problems were noted, or the fields do not belong together; all
-                are listed.
+            CheckpointMismatchError: Problems were noted, or the config refuses the fields; all are
+                listed.
         """
         fields["weight_data_type"] = facts.weight_data_type
         fields["tensor_para_size"] = facts.tp_size
@@ -210,18 +210,18 @@ class Settings:
         if facts.activation_ranges is not None:
             fields["int8"] = True
         try:
-            made = config(**fields)
+            result = config(**fields)
         except ValueError as error:
             for problem in str(error).split("\n"):
                 self.note(problem)
         self.finish()
-        return made
+        return result
 
     def finish(self) -> None:
-        """Raise the noted problems, each once though several fields come of one setting.
+        """Raise the noted problems, each once even if several fields read the same setting.
 
         Raises:
-            CheckpointMismatchError: There are any.
+            CheckpointMismatchError: Problems were noted.
         """
         if self.problems:
             raise CheckpointMismatchError(dict.fromkeys(self.problems))
@@ -237,19 +237,19 @@ def _is_negative(value: Any) -> bool:
 
 
 def _generation_config(facts: Facts) -> Table:
-    """Return generation_config.json, which newer folders keep the token ids in."""
+    """Return the content of generation_config.json, which has the token IDs in newer folders."""
     file = facts.tokenizer.get(GENERATION_FILE)
     return json_file(file) if file else {}
 
 
 def generation_file(facts: Facts, config: FTConfig) -> dict[str, bytes]:
-    """Return generation_config.json for the folder, where the source's own lacks an end token.
+    """Return a generation_config.json for the folder if the source's lacks an end token.
 
-    A model ends at every token that its configurations and its tokenizer name (as with vLLM), or
+    Generation ends at every token that the configurations and the tokenizer state (as in vLLM), or
     at the one that the user states.
 
     Raises:
-        CheckpointMismatchError: One of them names something else than tokens.
+        CheckpointMismatchError: A configuration states something other than tokens.
     """
     end_id, own = getattr(config, "end_id", None), _generation_config(facts)
     if end_id is None:
@@ -270,31 +270,31 @@ def generation_file(facts: Facts, config: FTConfig) -> dict[str, bytes]:
 
 
 def model_name(source: Table, family: str) -> str:
-    """Return the name for config.ini: the source's own without folders, or the family's."""
+    """Return the name for config.ini: the source's without folders, or the family's."""
     name = str(source.get("_name_or_path") or source.get("name_or_path") or "")
     name = name.rstrip("/").rsplit("/", 1)[-1]
-    # config.ini allows one short line without special characters.
+    # config.ini allows a short line without special characters.
     name = "".join(each for each in name if each.isprintable() and each not in "%;")
     return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
 
 
 def half_precision_warnings(facts: Facts, config: FTConfig) -> list[str]:
-    """Return a warning when weights trained in bf16 are to compute in fp16."""
+    """Return a warning if weights trained in bf16 are converted to fp16."""
     stated = str(facts.config.get("dtype") or facts.config.get("torch_dtype") or "")
     stored = {piece.dtype for pieces in facts.reader.tensors.values() for piece in pieces}
     if config.weight_data_type != "fp16" or not ("bfloat16" in stated or "bf16" in stored):
         return []
     return [
         "the model was trained in bf16, whose range fp16 lacks: activations can overflow in fp16 "
-        "even though every weight fits; convert with weight_data_type bf16 or fp32 and serve with "
+        "even if every weight fits; convert with weight_data_type bf16 or fp32 and serve with "
         "data_type bf16"
     ]
 
 
 def source_warnings(facts: Facts, config: FTConfig) -> list[str]:
-    """Return warnings about code of a source's own, and about its special tokens.
+    """Return warnings about a source's custom code and about its special tokens.
 
-    Some models write -1 for a token that they do not have.
+    Some models state -1 for a token that they do not have.
     """
     source = facts.config
     warnings = []
@@ -303,13 +303,13 @@ def source_warnings(facts: Facts, config: FTConfig) -> list[str]:
         code = code.get("AutoModelForCausalLM") or code.get("AutoModel")
     if code:
         warnings.append(
-            f"config.json: auto_map names the model's own code ({code}), which is not run: the "
-            f"model is taken as transformers' {source.get('model_type')}; where its code computes "
+            f"config.json: auto_map names custom code ({code}), which is not run: the model is "
+            f"converted as transformers' {source.get('model_type')}; if the code computes "
             "something else, answers differ"
         )
-    taken = {key: getattr(config, name, None) for key, name in _TOKENS.items()}
+    used = {key: getattr(config, name, None) for key, name in _TOKENS.items()}
     return warnings + [
         f"{key} = {source[key]} of the checkpoint counts as none; {_TOKENS[key]} is {token}"
-        for key, token in taken.items()
+        for key, token in used.items()
         if token is not None and _is_negative(source.get(key))
     ]

@@ -1,4 +1,4 @@
-"""Source mappings: one record per source architecture and format of a family."""
+"""Source mappings: a record for each source architecture and format of a family."""
 
 import fnmatch
 import itertools
@@ -10,7 +10,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
     Files,
-    IsPassed,
+    IsAllowed,
     Piece,
     Tensors,
     same_values,
@@ -23,44 +23,43 @@ from export_scripts.families.mapping.sources import Copy, Sources
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
 
-# In a key, between the name of a tensor and the number of the entry of its first axis that is read.
+# Separates, in a key, a tensor's name and the index of the entry of its first axis that is read.
 ENTRY = "#"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a source that a mapping decides from."""
+    """A source and the request, as far as a mapping depends on them."""
 
     reader: CheckpointReader
-    tp_size: int  # of the folder to write
-    weight_data_type: str  # likewise
+    tp_size: int  # tensor-parallel size of the folder to write
+    weight_data_type: str  # type of the folder to write
     given: Mapping[str, str] = field(default_factory=dict)  # config values that the user states
-    # Files that will lie in the folder, by their names there.
+    # Tokenizer files of the folder to write, by their names there.
     tokenizer: Files = field(default_factory=dict)
-    prompts: tuple[CheckpointReader, ...] = ()  # opened archives of prompt learning, in order
-    ia3: tuple[CheckpointReader, ...] = ()  # of IA3
+    prompts: tuple[CheckpointReader, ...] = ()  # prompt-learning archives, in order
+    ia3: tuple[CheckpointReader, ...] = ()  # IA3 archives
     ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
     adapters: tuple[CheckpointReader, ...] = ()
-    activation_ranges: Table | None = None  # of inputs and outputs, for static int8
-    # Tensors of the added archives, by the names source mappings use for them.
+    activation_ranges: Table | None = None  # ranges of inputs and outputs, for static int8
+    # Tensors of the added archives, by the names that source mappings use.
     extra: Tensors = field(default_factory=dict)
-    prefix: str = ""  # of keys, which a source may leave out
+    prefix: str = ""  # prefix of keys that a source may omit
     maps: FileMaps = field(default_factory=FileMaps)
 
     @property
     def config(self) -> Table:
-        """The source's configuration as it wrote it."""
+        """The source's configuration, unchanged."""
         return self.reader.config
 
     def keys(self) -> Collection[str]:
-        """Return the names of all tensors, those of added archives included."""
+        """Return the names of all tensors, including those of added archives."""
         return [*self.reader.tensors, *self.extra]
 
     def resolve(self, key: str) -> str | None:
         """Return the name under which the source stores `key`, or None if it does not.
 
-        A name in the mapping's table may start with a prefix the source leaves out, and end in
-        the number of an entry of the first axis, which the tensor has.
+        A key may have a prefix that the source omits, and end in an `ENTRY` of the tensor.
         """
         name, _, entry = key.partition(ENTRY)
         known = self.reader.tensors
@@ -83,7 +82,7 @@ class Facts:
         """Return a tensor's pieces, one per training rank.
 
         Raises:
-            KeyError: The source does not hold it.
+            KeyError: The source does not have the tensor.
         """
         name = self.resolve(key)
         if name is None:
@@ -97,14 +96,14 @@ class Facts:
         return (piece.select(int(entry) - end + piece.shape[0]),)
 
     def fp8(self, key: str) -> tuple[Piece, Piece] | None:
-        """Return a matrix that is stored in FP8, and its scales; None for others."""
+        """Return (values, scales) of a matrix stored in FP8; None for other tensors."""
         return self.reader.fp8.get(self.resolve(key) or "")
 
     def size(self, key: str, axis: int) -> int:
         """Return the size of a tensor's first piece on an axis.
 
         Raises:
-            CheckpointMismatchError: It is missing, or has fewer axes.
+            CheckpointMismatchError: The tensor is missing, or has fewer axes.
         """
         shape = self.pieces(key)[0].shape if self.has(key) else ()
         if len(shape) <= axis:
@@ -113,30 +112,30 @@ class Facts:
         return shape[axis]
 
     def rows(self, key: str) -> int:
-        """Return the rows of a tensor that training ranks cut on axis 0; 0 if it is absent."""
+        """Return the number of rows of all pieces of a tensor; 0 if it is missing."""
         pieces = self.pieces(key) if self.has(key) else ()
         return sum(piece.shape[0] for piece in pieces if piece.shape)
 
     def same_values(self, first: str, second: str) -> bool:
-        """Return whether two tensors are stored with the same bytes."""
+        """Return whether two tensors are known to have the same values."""
         return same_values(self.pieces(first), self.pieces(second), self.maps)
 
     def special_ids(self) -> SpecialIds:
-        """Return the special token ids in the tokenizer files, if any."""
+        """Return the special token IDs that the tokenizer files state."""
         return special_ids(self.tokenizer)
 
     def with_paths(self, problems: Sequence[str]) -> list[str]:
-        """Return problems, with the model's path before those that begin with no checkpoint's."""
+        """Return problems, with the model's path before those that begin with no path."""
         readers = (self.reader, *self.prompts, *self.ia3, *self.adapters)
         known = tuple(str(reader.path) for reader in readers)
         path = self.reader.path
         return [each if each.startswith(known) else f"{path}: {each}" for each in problems]
 
     def given_int(self, name: str) -> int | None:
-        """Return an integer the user states.
+        """Return an integer that the user states, or None.
 
         Raises:
-            ValueError: It is not an integer.
+            ValueError: The value is not an integer.
         """
         text = self.given.get(name)
         if text is None:
@@ -147,67 +146,67 @@ class Facts:
             raise ValueError(f"{name}={text} is not an integer") from None
 
     def token(self, name: str, *others: int | None) -> int | None:
-        """Return a special token: what the user states, or the first of the others that is known.
+        """Return a special token: the user's, or the first of `others` that is known.
 
         Raises:
-            ValueError: The user's is not an integer.
+            ValueError: The user's value is not an integer.
         """
         return next((each for each in (self.given_int(name), *others) if each is not None), None)
 
 
 @dataclass(frozen=True)
 class SourceMapping:
-    """The mapping of one source architecture and format to a family's layout."""
+    """The mapping of a source architecture and format to a family's layout."""
 
     name: str  # unique and short, such as "nemo-gpt"
     title: str  # for the support table
     family: ModelFamily
-    format: str  # of the readers it applies to
-    matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
+    format: str  # format of the readers that it applies to
+    matches: Callable[[Facts], bool]  # whether a checkpoint is of this architecture
     config: Callable[[Facts], FTConfig]
-    # For each layout record's name, or a tensor's of which it differs from layer to layer; asked
-    # once the config is known.
+    # (facts, config) -> sources by the name of a layout's record, or by a tensor's name if layers
+    # differ.
     weights: Callable[[Facts, Any], Sources]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
-    # Settings by which a model may compute something else, and why; the user may pass each.
+    # Setting with which a model may compute something else -> reason. The user may allow each.
     obstacles: Callable[[Facts], Mapping[str, str]] = lambda _: {}
-    ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
-    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # such as a tied head
-    prefix: str = ""  # of keys, which sources may leave out
+    ignored: tuple[str, ...] = ()  # patterns of source tensors that are not converted
+    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # duplicates, as a tied head
+    prefix: str = ""  # prefix of keys that sources may omit
     accepts: tuple[str, ...] = ()  # added archives: prompt, ia3, adapter, activation_ranges
-    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
-    # Configurations in the source's own words that may describe a config, and whether its head
-    # equals its embedding, in order of preference; one holds if `config` reads it back as the same
-    # architecture. None for formats that are not written.
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # about a model that converts
+    # (config, whether head and embedding are equal) -> candidate configurations of the source's
+    # library, in order of preference; a candidate fits if `config` reads the same architecture from
+    # it. None for formats that are not written.
     written: Callable[[Any, bool], Sequence[Table]] | None = None
-    positions: str | None = None  # key of the longest sequence, where the config has none
-    nulls: tuple[str, ...] = ()  # settings whose absence is not null to the library
-    carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
+    positions: str | None = None  # key of the longest sequence, if the config has no field for it
+    nulls: tuple[str, ...] = ()  # settings whose default in the library is not null
+    carried: tuple[str, ...] = ()  # ignored tensors that are copied to a Hugging Face folder
 
     def sources(self, facts: Facts, config: Any) -> Sources:
-        """Return the sources of the layout, as `weights`, those of added prompts included."""
+        """Return `weights`, and the source of added prompt tables."""
         return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 
     def is_ignored(self, key: str) -> bool:
-        """Return whether a source tensor has nothing to convert."""
+        """Return whether a source tensor is not converted."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.ignored)
 
     def reasons(self, facts: Facts) -> list[str]:
-        """Return every reason the layout cannot hold a model, each with a checkpoint's path."""
+        """Return every reason why the layout cannot hold a model, each with a checkpoint's path."""
         try:
             return facts.with_paths(self.unsupported(facts))
         except CheckpointMismatchError as error:
             return facts.with_paths(error.problems)
 
-    def checked_config(self, facts: Facts, is_passed: IsPassed = lambda _: False) -> FTConfig:
-        """Return the config of a model; `is_passed` as for `judged_obstacles`.
+    def checked_config(self, facts: Facts, is_allowed: IsAllowed = lambda _: False) -> FTConfig:
+        """Return the config of a model; `is_allowed` as for `judged_obstacles`.
 
         Raises:
             CheckpointMismatchError: Settings are missing or cannot be represented; all are listed,
                 each with a checkpoint's path.
             ValueError: A value that the user states is wrong.
         """
-        _, problems = self.judged_obstacles(facts, is_passed)
+        _, problems = self.judged_obstacles(facts, is_allowed)
         try:
             config = self.config(facts)
         except CheckpointMismatchError as error:
@@ -216,22 +215,21 @@ class SourceMapping:
         refuse(facts.with_paths(problems))
         return config
 
-    def judged_obstacles(self, facts: Facts, is_passed: IsPassed) -> tuple[list[str], list[str]]:
-        """Return remarks on the settings in the way that the user passes, and the other problems.
-
-        `is_passed` says of a name whether the user passes it.
-        """
+    def judged_obstacles(self, facts: Facts, is_allowed: IsAllowed) -> tuple[list[str], list[str]]:
+        """Return remarks on obstacles that the user allows, and problems for the others."""
         try:
             found = self.obstacles(facts)
         except CheckpointMismatchError:  # `config` names malformed settings
             return [], []
-        passed = [
-            f"{why}; passed by --allow-setting" for name, why in found.items() if is_passed(name)
+        allowed = [
+            f"{reason}; passed by --allow-setting"
+            for name, reason in found.items()
+            if is_allowed(name)
         ]
         problems = [
-            f"{why}; if you know that the model computes the same without it, pass it: "
+            f"{reason}; if you know that the model computes the same without it, pass it: "
             f"--allow-setting {name}"
-            for name, why in found.items()
-            if not is_passed(name)
+            for name, reason in found.items()
+            if not is_allowed(name)
         ]
-        return passed, problems
+        return allowed, problems

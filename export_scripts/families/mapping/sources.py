@@ -1,11 +1,11 @@
-"""Operations that make one FT tensor of the tensors a source stores.
+"""Operations that make an FT tensor from the tensors that a source stores.
 
-An operation rearranges views and avoids arithmetic: the result is a list of parts
-along one axis, which the conversion copies straight into the files. The same code runs on
-`ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
-read. Tensors are handled through their methods only; nothing here imports numpy.
+An operation rearranges views and avoids arithmetic: the result is a list of parts along one axis,
+which the conversion copies directly into the files. The same code runs on `ShapeTensor`, which has
+a shape but no values, so that every shape is checked before a byte is read. Only methods of tensors
+are used; nothing here imports numpy.
 
-Each rearrangement has its inverse, `views`: the source's tensors as views of the FT one.
+Each rearrangement has an inverse, `views`: the source's tensors as views of the FT tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
 from export_scripts.numeric.dtypes import Shape
 
-# From a key, and perhaps an axis and a number of its entries that belong together: the pieces, one
-# for each training rank, or more, cut on the axis where that saves gathering them.
+# (key[, axis, unit]) -> pieces, one per training rank; with an axis, maybe more, cut on it in
+# multiples of `unit` so that less memory is needed to gather them.
 Get = Callable[..., Sequence[Tensor]]
 
 
@@ -29,8 +29,8 @@ Get = Callable[..., Sequence[Tensor]]
 class Parts:
     """A tensor in FT layout, as consecutive parts along one axis.
 
-    The shape may be finer than the FT shape (heads and size per head apart, where FT has their
-    product), as long as it is the same in C order.
+    The shape may be finer than FT's (such as heads and size per head for their product), if it is
+    the same in C order.
     """
 
     axis: int
@@ -38,7 +38,7 @@ class Parts:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the whole."""
+        """The shape of the whole tensor."""
         shape = list(self.tensors[0].shape)
         shape[self.axis] = sum(part.shape[self.axis] for part in self.tensors)
         return tuple(shape)
@@ -46,18 +46,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a source as a rearrangement of an FT tensor, which `taken` makes."""
+    """A source's tensor as a rearrangement of an FT tensor; `rearranged` applies it."""
 
     sizes: Shape  # axes of the FT tensor, split where the rearrangement needs it
-    order: Shape  # of `sizes` in the source; an axis may be left out
-    shape: Shape  # in the source: the same values in C order
-    index: int = 0  # entry taken of the axis left out
-    zero_rows: int = 0  # rows in the source before those that FT has
-    place: int = 0  # among the views whose rows follow each other in one tensor of the source
+    order: Shape  # the axes of `sizes` in the source's order; some may be omitted
+    shape: Shape  # the source's shape: the same values in C order
+    index: int = 0  # index on the omitted axes
+    zero_rows: int = 0  # rows in the source before the first row of FT's
+    place: int = 0  # position among the views that make up the rows of a source's tensor
 
 
 Views = Sequence[tuple[str, View]]
-# Keys read, each with the axis on which training ranks cut it (None: replicated).
+# (key, axis on which training ranks cut it; None: replicated) of every tensor read.
 Reads = tuple[tuple[str, int | None], ...]
 
 
@@ -71,27 +71,27 @@ class TensorSource:
 
     @property
     def reads(self) -> Reads:
-        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
+        """(key, axis on which training ranks cut it; None: replicated) of every tensor read."""
         return ()
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the tensor; `get` gives the pieces of a key, one per training rank."""
+        """Return the tensor; `get` returns the pieces of a key."""
         raise NotImplementedError
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return the keys read as views of the FT tensor; empty if it does not hold them."""
+        """Return (key, view of the FT tensor); empty if the FT tensor does not hold the values."""
         return []
 
 
-Sources = dict[str, TensorSource]  # by the names of tensors of a layout
+Sources = dict[str, TensorSource]  # name of a tensor in the layout -> source
 
 
 def join(pieces: Sequence[Tensor], axis: int | None) -> Tensor:
-    """Return one tensor from a key's pieces (the first when they are copies)."""
+    """Return a tensor from a key's pieces (the first if they are replicas)."""
     return pieces[0] if axis is None or len(pieces) == 1 else joined(pieces, axis)
 
 
-def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
+def _without_replicas(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
     return pieces[:1] if cut is None else pieces
 
 
@@ -101,17 +101,17 @@ class Copy(TensorSource):
 
     key: str
     cut: int | None = None
-    skip: int = field(default=0, kw_only=True)  # rows before those that FT has, which are zeros
-    blocks: int = field(default=1, kw_only=True)  # of columns, which FT has apart
+    skip: int = field(default=0, kw_only=True)  # zero rows in the source before FT's first row
+    blocks: int = field(default=1, kw_only=True)  # blocks of columns, an axis of their own in FT
 
     @property
     def reads(self) -> Reads:
-        """The one key."""
+        """The key."""
         return ((self.key, self.cut),)
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the pieces, without the rows that FT has not."""
-        pieces: Sequence[Tensor] = _taken(get(self.key, self.cut), self.cut)
+        """Return the pieces, without rows that FT does not have."""
+        pieces: Sequence[Tensor] = _without_replicas(get(self.key, self.cut), self.cut)
         if self.skip:
             pieces = [piece[self.skip :] for piece in pieces]
         if self.blocks > 1:
@@ -119,7 +119,7 @@ class Copy(TensorSource):
         return Parts(self.cut or 0, tuple(pieces))
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return the tensor as it is stored."""
+        """Return the tensor as stored."""
         stored = (*shape[:-2], math.prod(shape[-2:])) if self.blocks > 1 else shape
         stored = (stored[0] + self.skip, *stored[1:]) if self.skip else stored
         view = View(shape, tuple(range(len(shape))), stored, zero_rows=self.skip)
@@ -128,67 +128,67 @@ class Copy(TensorSource):
 
 @dataclass(frozen=True)
 class Flat(Copy):
-    """A vector that the source stores with one more axis before, or a number without any."""
+    """A vector that the source stores with a further first axis, or as a number without axes."""
 
-    outer: Shape | None = field(default=None, kw_only=True)  # that axis; None: a number
+    outer: Shape | None = field(default=None, kw_only=True)  # the first axis; None: a number
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return it as a vector."""
+        """Return the vector."""
         return Parts(0, (get(self.key)[0].reshape(-1),))
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return it as it is stored."""
+        """Return the vector as stored."""
         stored = () if self.outer is None else (*self.outer, *shape)
         return [(self.key, View(shape, (0,), stored))]
 
 
 class Nesting(NamedTuple):
-    """The nested axes of the rows of a tensor, in a source and in the layout.
+    """The nested axes of a tensor's rows, in the source and in the layout.
 
-    Their letters: k parts, n heads, g groups of m heads, d size of a head, h halves, f and r rows.
+    Letters: k parts, n heads, g groups of m heads, d size of a head, h halves, f and r rows.
     """
 
-    stored: str  # axes as stored, the outermost first, one letter each
-    order: tuple[str, ...]  # of the result; the letters of a word become one axis
-    sizes: Mapping[str, int]  # by letter; one may be left out, which is what remains
-    taken: tuple[str, int, int] | None = None  # an axis, and the first and end of what is taken
-    times: int = 1  # how often the layout has each entry of the last axis but one
+    stored: str  # letters of the stored axes, outermost first
+    order: tuple[str, ...]  # axes of the result; the letters of a word are merged into one axis
+    sizes: Mapping[str, int]  # letter -> size; one may be missing, and is computed
+    selected: tuple[str, int, int] | None = None  # (axis, first, end) of the selected entries
+    times: int = 1  # how often the layout repeats each entry of the last axis but one
 
 
 @dataclass(frozen=True)
 class Rows(Copy):
     """Rows of a weight (rows, in) or a bias (rows,) in another order: ([in,] rows)."""
 
-    nesting: Callable[[Any], Nesting] = lambda _: Nesting("r", ("r",), {})  # of a config
-    # Each training rank's piece is nested so; else only the whole tensor is, and what is taken of
-    # it lies together.
-    of_each: bool = True
-    place: int = 0  # which of the tensors that are taken of one key this is
+    nesting: Callable[[Any], Nesting] = lambda _: Nesting("r", ("r",), {})  # takes the config
+    # Whether each training rank's piece has this nesting; else only the whole tensor has it, and
+    # the selected rows are contiguous.
+    per_rank: bool = True
+    place: int = 0  # position among the tensors that are selected from one key
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the rows of each piece."""
         nesting = self.nesting(config)
-        if not self.of_each:
-            parts = _between(get(self.key, 0), nesting)
+        if not self.per_rank:
+            parts = _selected_rows(get(self.key, 0), nesting)
             return Parts(parts[0].ndim - 1, tuple(map(_columns, parts)))
         free = "".join(set(nesting.stored) - set(nesting.sizes))
         if self.cut == 1 or nesting.stored[0] == free:
             pieces = get(self.key, self.cut, math.prod(nesting.sizes.values()))
-        else:  # Pieces can be cut once more only between the outermost entries.
+        else:  # pieces can only be cut further between entries of the outermost axis
             pieces = get(self.key)
-        out = tuple(_moved(piece, nesting) for piece in _taken(pieces, self.cut))
+        out = tuple(_moved(piece, nesting) for piece in _without_replicas(pieces, self.cut))
         axis = out[0].ndim - len(nesting.order)
         axis += next((n for n, word in enumerate(nesting.order) if free and free in word), 0)
         return Parts(0 if self.cut == 1 else axis, out)
 
     def views(self, shape: Shape, config: Any) -> Views:
-        """Return the rows as stored: all, or for each entry of the outermost axis those taken."""
+        """Return the rows as stored: all, or those selected for each entry of the outer axes."""
         nesting = self.nesting(config)
         tail = shape[: len(shape) - (2 if nesting.order[0] == "k" else 1)]
         rows, sizes = math.prod(shape[len(tail) :]), dict(nesting.sizes)
         outer = ""
-        if nesting.taken is not None:
-            letter, first, end = nesting.taken
+        if nesting.selected is not None:
+            letter, first, end = nesting.selected
             sizes[letter], outer = end - first, nesting.stored[: nesting.stored.index(letter)]
         for free in set(nesting.stored) - set(sizes):
             sizes[free] = rows // math.prod(sizes.values())
@@ -208,8 +208,8 @@ class Rows(Copy):
 def _moved(rows: Tensor, nesting: Nesting) -> Tensor:
     letters, tail = nesting.stored, tuple(rows.shape[1:])
     split = rows.reshape(*(nesting.sizes.get(each, -1) for each in letters), *tail)
-    if nesting.taken is not None:
-        letter, first, end = nesting.taken
+    if nesting.selected is not None:
+        letter, first, end = nesting.selected
         index = (*(slice(None),) * letters.index(letter), slice(first, end))
         split = split[index]
     order = [letters.index(each) for word in nesting.order for each in word]
@@ -221,10 +221,10 @@ def _moved(rows: Tensor, nesting: Nesting) -> Tensor:
     return moved if nesting.times == 1 else moved.repeat(nesting.times, moved.ndim - 2)
 
 
-def _between(pieces: Sequence[Tensor], nesting: Nesting) -> list[Tensor]:
-    """Return the rows that are taken of pieces which follow each other."""
-    assert nesting.taken is not None
-    letter, *ends = nesting.taken
+def _selected_rows(pieces: Sequence[Tensor], nesting: Nesting) -> list[Tensor]:
+    """Return the selected rows of consecutive pieces."""
+    assert nesting.selected is not None
+    letter, *ends = nesting.selected
     rows = sum(piece.shape[0] for piece in pieces)
     low, high = (rows * end // nesting.sizes[letter] for end in ends)
     parts, begin = [], 0
@@ -240,25 +240,25 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 def transposed(key: str, cut: int | None = None) -> Rows:
-    """Return a transposed nn.Linear weight, (out, in) -> (in, out); `cut` is of the source."""
+    """Return a transposed nn.Linear weight, (out, in) -> (in, out); `cut` is the source's axis."""
     return Rows(key, cut)
 
 
-def half(key: str, which: int, *, of_each: bool = False) -> Rows:
-    """Return the first (0) or second (1) half of the rows of a tensor, as `Rows` turns them.
+def half(key: str, which: int, *, per_rank: bool = False) -> Rows:
+    """Return the first (0) or second (1) half of a tensor's rows, transposed.
 
-    With `of_each` each training rank's piece holds a part of both halves.
+    With `per_rank`, each training rank's piece holds a part of both halves.
     """
     nesting = Nesting("hf", ("hf",), {"h": 2}, ("h", which, which + 1))
-    return Rows(key, 0, lambda _: nesting, of_each, which)
+    return Rows(key, 0, lambda _: nesting, per_rank, which)
 
 
 def attention_heads(key: str, part: int, rows: str, cut: int | None) -> Rows:
     """Return queries (`part` 0), keys (1) or values (2), (rows[, in]) -> ([in,] heads, size).
 
-    The rows are "own", of this part alone; "blocks", all queries, all keys, all values; or
-    "groups", for each key/value head its queries, its key and its value. Key and value heads are
-    repeated for a folder of more ranks than it has of them.
+    The stored rows are "own": only this part; "blocks": all queries, all keys, all values; or
+    "groups": for each key/value head its queries, its key and its value. For more ranks than
+    key/value heads, these are repeated.
     """
 
     def nesting(config: Any) -> Nesting:
@@ -278,7 +278,7 @@ def attention_heads(key: str, part: int, rows: str, cut: int | None) -> Rows:
 
 
 def key_scales(key: str, cut: int | None) -> Rows:
-    """Return scales of the keys' norm: those of all heads are repeated like the heads."""
+    """Return the scales of the keys' norm; scales of all heads are repeated like the heads."""
 
     def nesting(config: Any) -> Nesting:
         is_one = config.query_key_norm == "head"
@@ -290,11 +290,11 @@ def key_scales(key: str, cut: int | None) -> Rows:
 
 @dataclass(frozen=True)
 class HeadScales(TensorSource):
-    """Scales of norms of each head's own, a key for each (size,), or one for all (heads, size)."""
+    """Scales of norms of each head: a key for each head (size,), or one for all (heads, size)."""
 
     keys: tuple[str, ...]
-    part: int  # queries (0) or keys (1), which are repeated like their heads
-    is_joint: bool = False
+    part: int  # queries (0) or keys (1); the keys' are repeated like their heads
+    is_joint: bool = False  # whether one key holds the scales of all heads
 
     @property
     def reads(self) -> Reads:
@@ -326,9 +326,9 @@ def split_qkv(
 ) -> Rows:
     """Return a fused projection with rows (heads x parts x size per head).
 
-    It becomes ([in,] parts, heads, size), or (in, heads, size) where one part is selected. The rows
-    of a training rank are nested by `order`: n heads, k parts, d per head, whose config field is
-    `head_size`.
+    It becomes ([in,] parts, heads, size), or (in, heads, size) if a part is selected. `order` is
+    the nesting of a training rank's rows: n heads, k parts, d dimensions per head, whose config
+    field is `head_size`.
     """
 
     def nesting(config: Any) -> Nesting:
@@ -358,7 +358,7 @@ class StackQKV(TensorSource):
         return Parts(axis, tuple(whole[:, None] if axis else whole[None] for whole in wholes))
 
     def views(self, shape: Shape, config: Any) -> Views:  # noqa: ARG002
-        """Return each of the three."""
+        """Return a view for each of the three."""
         order = (2, 0) if len(shape) == 3 else (1,)
         stored = tuple(shape[axis] for axis in order)
         return [(key, View(shape, order, stored, index)) for index, key in enumerate(self.keys)]
@@ -366,14 +366,14 @@ class StackQKV(TensorSource):
 
 @dataclass(frozen=True)
 class Compute(TensorSource):
-    """`function(config, *wholes)` of gathered tensors, where values are computed.
+    """`function(config, *wholes)` of gathered tensors, for values that must be computed.
 
-    Arithmetic is the function's, in `float32`.
+    The function does its arithmetic in `float32`.
     """
 
     function: Callable[..., Tensor]
     keys: tuple[str, ...]
-    cut: int = 0  # axis on which training ranks cut each
+    cut: int = 0  # axis on which training ranks cut each tensor
 
     @property
     def reads(self) -> Reads:
@@ -390,7 +390,8 @@ class Compute(TensorSource):
 class Adjusted(TensorSource):
     """Another source with `function(part, config, *others)` applied to its parts in fp32.
 
-    The others are whole tensors, which training ranks cut on axis 0; with any the part is whole.
+    The others are whole tensors that training ranks cut on axis 0; if there are any, the part is
+    whole, too.
     """
 
     source: TensorSource
@@ -399,7 +400,7 @@ class Adjusted(TensorSource):
 
     @property
     def reads(self) -> Reads:
-        """The other source's keys, and those of the others."""
+        """The source's keys, and those of the others."""
         return (*self.source.reads, *((key, 0) for key in self.others))
 
     def build(self, get: Get, config: Any) -> Parts:
@@ -413,19 +414,19 @@ class Adjusted(TensorSource):
 
 @dataclass(frozen=True)
 class Constant(TensorSource):
-    """A tensor the loader requires and the architecture lacks; `shape` as in the layout."""
+    """A tensor that the loader requires but the model lacks; `shape` is as in the layout."""
 
     shape: tuple[str | int, ...]
     value: float = 0.0
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return a part without values; the conversion writes `value` everywhere."""
+        """Return a part without values; the conversion fills it with `value`."""
         shape = [config.dim(size, {}) for size in self.shape]
         return Parts(0, (ShapeTensor(shape, fill=self.value),))
 
 
-def taken(parts: Parts, view: View) -> Parts:
-    """Return the source's tensor, of parts of the FT one; its C order is the source's."""
+def rearranged(parts: Parts, view: View) -> Parts:
+    """Return the source's tensor, in its C order, from parts of the FT tensor."""
     if math.prod(view.shape) == 1:
         return parts
     parts, groups = _split(parts, view.sizes)
@@ -451,13 +452,13 @@ def _split(parts: Parts, sizes: Sequence[int]) -> tuple[Parts, list[range]]:
     own, wanted = _steps(parts.shape), _steps(sizes)
     steps = sorted({*own, *wanted}, reverse=True)
     fine = [outer // inner for outer, inner in itertools.pairwise(steps)]
-    # Parts of an axis are cut on the outermost of those that make it up.
+    # Parts are cut on the outermost of the finer axes that make up their axis.
     cut = steps.index(own[parts.axis]) if len(parts.tensors) > 1 else 0
     rest = math.prod(fine) // fine[cut]
     if any(outer % inner for outer, inner in itertools.pairwise(steps)) or any(
         part.size % rest for part in parts.tensors
     ):
-        # Cut elsewhere than between the entries: gathered first.
+        # The cuts are not between entries of that axis: gather first.
         return _split(Parts(0, (joined(parts.tensors, parts.axis).reshape(*sizes),)), sizes)
     fine[cut] = -1
     groups = [range(*map(steps.index, ends)) for ends in itertools.pairwise(wanted)]
@@ -465,12 +466,12 @@ def _split(parts: Parts, sizes: Sequence[int]) -> tuple[Parts, list[range]]:
 
 
 def _steps(sizes: Sequence[int]) -> list[int]:
-    """Return how many values an entry of each axis holds in C order, the whole's before them."""
+    """Return the number of values of the whole, and of an entry of each axis, in C order."""
     return [math.prod(sizes[axis:]) for axis in range(len(sizes) + 1)]
 
 
 def _entry(parts: Parts, axis: int, index: int) -> Parts:
-    """Return one entry of an axis, which is then gone."""
+    """Return an entry of an axis, without the axis."""
     tensors, cut = parts.tensors, parts.axis - (axis < parts.axis)
     if axis == parts.axis:
         ends = list(itertools.accumulate(part.shape[axis] for part in tensors))

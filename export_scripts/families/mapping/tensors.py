@@ -1,7 +1,7 @@
-"""Tensors of source mappings: numpy arrays, or shapes alone.
+"""Tensors of source mappings: numpy arrays, or only their shapes.
 
-The same code converts values and, on `ShapeTensor`, checks shapes before a byte is read. numpy is
-imported only for values.
+The same code converts values and, with `ShapeTensor`, checks shapes before a byte is read. numpy is
+only imported for values.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# A numpy array when converting (see numeric/arrays.py for bf16), a ShapeTensor when checking.
+# A numpy array (see numeric/arrays.py for bf16), or a ShapeTensor if only shapes are checked.
 Tensor = Any
 
 
 class ShapeTensor:
-    """A tensor without values: the numpy methods that operations use, on shapes.
+    """A tensor without values, with the numpy methods that operations use.
 
-    If values are needed, all are `fill`.
+    Where values are needed, all are `fill`.
     """
 
     def __init__(self, shape: Sequence[int], *, fill: float = 0.0) -> None:
@@ -36,14 +36,14 @@ class ShapeTensor:
 
     @property
     def T(self) -> ShapeTensor:  # noqa: N802 - numpy's name
-        """A matrix transposed."""
+        """The transposed matrix."""
         return self.transpose(1, 0)
 
     def reshape(self, *sizes: int) -> ShapeTensor:
         """Return the tensor in another shape.
 
         Raises:
-            ValueError: The sizes do not hold as many values.
+            ValueError: The sizes are for another number of values.
         """
         shape = list(sizes)
         if -1 in shape:
@@ -102,7 +102,7 @@ class ShapeTensor:
 
 
 def float32(values: Tensor) -> Tensor:
-    """Return values in fp32, the type of all arithmetic."""
+    """Return values in fp32, which all arithmetic uses."""
     if isinstance(values, ShapeTensor):
         return values
     from export_scripts.numeric import arrays
@@ -111,7 +111,7 @@ def float32(values: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, data_type: str) -> Tensor:
-    """Return values in fp32 with the precision of a type."""
+    """Return values in fp32, rounded to the precision of a type."""
     if isinstance(values, ShapeTensor):
         return values
     from export_scripts.numeric import arrays
@@ -143,7 +143,7 @@ def stacked(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def constant(numbers: Sequence[float], *, like: Tensor = None) -> Tensor:
-    """Return numbers as an fp32 vector, or its shape where `like` is only a shape."""
+    """Return numbers as an fp32 vector, or only its shape if `like` is only a shape."""
     if isinstance(like, ShapeTensor):
         return ShapeTensor((len(numbers),))
     import numpy as np

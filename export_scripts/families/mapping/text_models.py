@@ -1,9 +1,8 @@
-"""The text models within models of images and texts.
+"""The text model in a vision-language model.
 
-Of such a folder the settings and tensors of its text model are read, and what concerns images is
-left out. Where positions have three coordinates (mrope), those of text are equal, so that the text
-model computes what a plain decoder does: transformers, models/qwen2_vl/modeling_qwen2_vl.py and
-models/glm4v/modeling_glm4v.py.
+Only the settings and tensors of the text model are read. If positions have three coordinates
+(mrope), those of text are equal, so that the text model computes the same as a plain decoder:
+transformers, models/qwen2_vl/modeling_qwen2_vl.py and models/glm4v/modeling_glm4v.py.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Fields, Table
 
-# Model types, and the type of their text_config where it states none.
+# Model type -> type of its text_config if that states none.
 _WHOLES = {
     "gemma3": "gemma3_text",
     "glm4v": "glm4v_text",
@@ -28,16 +27,16 @@ _WHOLES = {
     "qwen2_vl": "qwen2_vl_text",
     "qwen3_vl": "qwen3_vl_text",
 }
-# Types of text_config that compute as a plain decoder, which states these settings as well.
+# Type of text_config -> (plain decoder that computes the same, settings that it needs in addition).
 _PLAIN: Mapping[str, tuple[str, Table]] = {
     "glm4v_text": ("glm4", {"attention_bias": True}),
     "qwen2_5_vl_text": ("qwen2", {}),
     "qwen2_vl_text": ("qwen2", {}),
     "qwen3_vl_text": ("qwen3", {}),
 }
-# Settings of which plain decoders have other defaults; sizes are asked for in any case.
+# Settings whose defaults differ in plain decoders; sizes must be stated in any case.
 _OTHER_DEFAULTS = ("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
-_OF_IMAGES = re.compile(r"image|video|vision|projector|spatial|^(boi|eoi|mm)_|downsample_ratio")
+_IMAGE_SETTING = re.compile(r"image|video|vision|projector|spatial|^(boi|eoi|mm)_|downsample_ratio")
 _IMAGE_TENSOR = re.compile(
     r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\."
 )
@@ -47,33 +46,33 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def has_images(config: Table) -> bool:
-    """Return whether a config.json is that of a model of images and texts."""
-    return str(config.get("model_type")) in _WHOLES  # a file may hold anything
+    """Return whether a config.json is that of a vision-language model."""
+    return str(config.get("model_type")) in _WHOLES  # the value may be anything
 
 
 def text_model(facts: Facts) -> Facts:
-    """Return the facts of the text model alone, where a Hugging Face folder has images too.
+    """Return the facts of a vision-language model's text model; other facts unchanged.
 
     Raises:
-        CheckpointMismatchError: Its text_config is not a table, or leaves out a setting of which
-            the plain decoder has another default.
+        CheckpointMismatchError: The text_config is not a table, or omits a setting whose default
+            differs in the plain decoder.
     """
     reader = facts.reader
     if reader.format != "huggingface" or not has_images(facts.config):
         return facts
     kind = facts.config["model_type"]
-    of_images = {key: match[1] for key in reader.tensors if (match := _IMAGE_TENSOR.match(key))}
+    images = {key: match[1] for key in reader.tensors if (match := _IMAGE_TENSOR.match(key))}
     names = {
         key: _TEXT_TENSOR.sub("model.", key).removeprefix("model." * ("lm_head." in key))
-        for key in reader.tensors.keys() - of_images.keys()
+        for key in reader.tensors.keys() - images.keys()
     }
-    gone = ", ".join(sorted(set(of_images.values())))
-    remark = f"took the text model of {kind}: left out {len(of_images)} tensors of images ({gone})"
+    modules = ", ".join(sorted(set(images.values())))
+    remark = f"took the text model of {kind}: left out {len(images)} tensors of images ({modules})"
     reader = dataclasses.replace(
         reader,
         tensors={names[key]: each for key, each in reader.tensors.items() if key in names},
         fp8={names[key]: both for key, both in reader.fp8.items() if key in names},
-        remarks=(*reader.remarks, *([remark] if of_images else [])),
+        remarks=(*reader.remarks, *([remark] if images else [])),
     )
     facts = dataclasses.replace(facts, reader=reader)
     settings = _text_settings(facts, kind)
@@ -82,16 +81,16 @@ def text_model(facts: Facts) -> Facts:
 
 def _text_settings(facts: Facts, kind: str) -> Fields:
     whole, where = facts.config, f"{facts.reader.path}: config.json"
-    # Before transformers 5, Qwen2-VL's lie next to those of images.
+    # Before transformers 5, Qwen2-VL has them next to the settings of images.
     stated = whole.get("text_config", {})
     if not isinstance(stated, Mapping):
         raise CheckpointMismatchError(f"{where}: text_config = {stated!r:.100}: expected a table")
     text = {
         key: value
         for key, value in {**whole, **stated}.items()
-        if key not in ("architectures", "text_config") and not _OF_IMAGES.search(key)
+        if key not in ("architectures", "text_config") and not _IMAGE_SETTING.search(key)
     }
-    if whole.get("tie_word_embeddings") is not None:  # the model of images ties
+    if whole.get("tie_word_embeddings") is not None:  # the whole model's setting counts
         text["tie_word_embeddings"] = whole["tie_word_embeddings"]
     if facts.has(_EMBEDDING):
         text.setdefault("vocab_size", facts.rows(_EMBEDDING))
@@ -104,7 +103,7 @@ def _text_settings(facts: Facts, kind: str) -> Fields:
     given = {**(text.get("rope_parameters") or {}), **text}
     if missing := [name for name in _OTHER_DEFAULTS if given.get(name) is None]:
         raise CheckpointMismatchError(
-            f"{where}: no {', '.join(missing)}, whose defaults in a {own} are others than in a "
+            f"{where}: no {', '.join(missing)}, whose defaults differ in a {own} and in a "
             f"{plain}: state them"
         )
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
@@ -114,7 +113,7 @@ def _text_settings(facts: Facts, kind: str) -> Fields:
 
 
 def _sizes(kind: str) -> Fields:
-    """Return the library's sizes of a type, which a text_config may leave out."""
+    """Return the library's default sizes of a type, which a text_config may omit."""
     table = huggingface_table().get(kind, {})
     rows = (row for row in setting_table("decoder") if row.kind in ("size", "count"))
     names = {name for row in rows for name in row.names.split()} & table.keys()
@@ -122,7 +121,7 @@ def _sizes(kind: str) -> Fields:
 
 
 def _without_images(rotary: Any) -> Any:
-    """Return rotary parameters without those of three coordinates; None for plain positions."""
+    """Return rotary parameters without those of mrope; None if nothing is left."""
     if not isinstance(rotary, Mapping):
         return rotary
     return {

@@ -1,1 +1,1 @@
-"""The T5 layouts, whole and encoder alone, and the sources that become them."""
+"""The layouts of T5 and of its encoder, and their sources."""

@@ -1,4 +1,4 @@
-"""The T5 layout from Hugging Face: T5, T5-v1.1, flan-T5, mT5, UL2, and encoders alone.
+"""The T5 layout from Hugging Face: T5, T5-v1.1, flan-T5, mT5, UL2, and encoders.
 
 Names: transformers, models/t5/modeling_t5.py.
 """
@@ -26,17 +26,17 @@ from export_scripts.families.t5.layout import (
 from foundations.files.json_content import Fields
 
 _EMBEDDING = "shared.weight"
-# Copies of the embedding that a file may hold next to, or instead of, shared.weight.
+# Copies of the embedding that a file may hold in addition to shared.weight, or instead of it.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# model_type -> how its classes begin.
+# model_type -> prefix of its classes.
 _MODEL_TYPES = {"t5": "T5", "mt5": "MT5"}
 
-# Settings that NVIDIA's converter copies and that no loader reads.
+# Settings that NVIDIA's converter copies, but no loader reads.
 _COPIED = ("dropout_rate", "initializer_factor", "n_positions")
 
 
 def _is_encoder(facts: Facts) -> bool:
-    # A whole T5 also matches, if the user asks for its encoder.
+    # A whole T5 matches, too: the user may want only its encoder.
     return facts.config.get("model_type") in _MODEL_TYPES
 
 
@@ -56,7 +56,7 @@ def _reasons(facts: Facts) -> list[str]:
 def _feed_forward(facts: Facts) -> tuple[str, bool]:
     """Return transformers' activation, and whether the MLP is gated.
 
-    dense_act_fn and is_gated_act take precedence over the key they are usually derived from.
+    dense_act_fn and is_gated_act override the key from which they are usually derived.
     """
     source = facts.config
     usual = "gated-gelu" if source["model_type"] == "mt5" else "relu"
@@ -73,7 +73,7 @@ def _token(settings: Settings, name: str, *, default: int) -> int:
     return default if token is None else token
 
 
-# Settings of an encoder, then the one that a decoder adds.
+# Settings of an encoder; the last is only a decoder's.
 _KEYS = (
     "vocab_size", "d_model", "d_kv", "d_ff", "num_heads", "num_layers",
     "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
@@ -105,8 +105,8 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         values["tie_word_embeddings"] = _scales_logits(settings)
         if not settings.flag("is_encoder_decoder", default=True):
             settings.note(
-                "is_encoder_decoder = false, but the checkpoint holds a decoder, which computes "
-                "something else then: set it to true, or convert the encoder alone (t5_encoder)"
+                "is_encoder_decoder = false, but the checkpoint holds a decoder, which would "
+                "compute something else: set it to true, or convert only the encoder (t5_encoder)"
             )
     return settings.built(
         T5Config,
@@ -126,10 +126,10 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
 
 
 def _written(config: T5Config, is_tied: bool) -> list[Fields]:  # noqa: ARG001
-    """Return config.json; tie_word_embeddings states that logits are scaled (`_scales_logits`)."""
+    """Return candidates of config.json; tie_word_embeddings means scaled logits here."""
     name = activation_name(config.feed_forward_proj, exact_gelu=config.exact_gelu)
     if config.use_gated_activation:
-        # Where a gate is stated, transformers takes gelu for gelu_new.
+        # With a gate, transformers takes the name gelu for gelu_new.
         name = f"gated-{'gelu_python' if name == 'gelu' else name}"
     is_encoder = config.is_encoder_only
     suffix = "EncoderModel" if is_encoder else "ForConditionalGeneration"
@@ -152,8 +152,8 @@ def _written(config: T5Config, is_tied: bool) -> list[Fields]:  # noqa: ARG001
 def _scales_logits(settings: Settings) -> bool:
     """Return whether the logits are divided by sqrt(d_model), as tied heads once implied.
 
-    transformers 5 ties every head, states a T5's scaling in a separate key, and never
-    scales an mT5; transformers 4 scales what is tied.
+    transformers 5 ties every head, has a separate key for a T5's scaling, and never scales an mT5;
+    transformers 4 scales if the head is tied.
     """
     is_mt5 = settings.source.get("model_type") == "mt5"
     version = str(settings.source.get("transformers_version", "4")).split(".")[0]
@@ -169,14 +169,14 @@ def _warnings(facts: Facts, config: T5Config) -> list[str]:
         return t5_warnings(facts, config)
     return [
         *t5_warnings(facts, config),
-        "transformers 4, which wrote this mT5, divides its logits by sqrt(d_model) as the head is "
-        "tied, and transformers 5 does not: the folder divides them; if it was trained with 5, "
-        "state --set tie_word_embeddings=False",
+        "transformers 4, which wrote this mT5, divides its logits by sqrt(d_model), as the head is "
+        "tied, but transformers 5 does not: the FT folder divides them; if the model was trained "
+        "with 5, state --set tie_word_embeddings=False",
     ]
 
 
 def _weights(facts: Facts, config: T5Config) -> Sources:
-    """Return each tensor's source; most have the names of the layout."""
+    """Return each tensor's source; most names are those of the layout."""
     names: Fields = {
         (module := spec.name.rpartition(".")[0]): module
         for spec in LAYOUT
@@ -191,12 +191,12 @@ def _weights(facts: Facts, config: T5Config) -> Sources:
             if name in gates
         }
     names[f"{DECODER_SELF}.qkv"] = tuple(f"{DECODER_SELF}.{part}" for part in "qkv")
-    # One that is not stored is reported as missing.
+    # A missing head is reported later.
     has_own_head = facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
     return {
         **named_sources(names, LAYOUT),
         "shared.weight_T": Copy(_embedding_key(facts)),
-        # Written for tied models too, which spares FT a rule.
+        # Also written for tied models, so that FT needs no rule for them.
         HEAD: Copy(HEAD if has_own_head else _embedding_key(facts)),
     }
 

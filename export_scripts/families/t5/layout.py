@@ -1,4 +1,4 @@
-"""The T5 layout and its config.ini: T5, T5-v1.1, flan, mT5, UL2 and Megatron T5, or encoders alone.
+"""The T5 layout and its config.ini: T5, T5-v1.1, flan, mT5, UL2, Megatron T5, and encoders.
 
 Layout: FasterTransformer, models/t5/T5EncoderWeight.cc, T5DecodingWeight.cc and their layer
 weights (5.3 line). Encoder and decoder layers are numbered separately.
@@ -42,7 +42,7 @@ _SHARED_FIELDS = (
 
 
 def _token(key: str) -> Any:
-    """Return the field of a token, which an encoder alone has among its own keys."""
+    """Return the field of a token; without a decoder, the key is in [encoder]."""
 
     def of_encoder(sections: Sections, _: Collection[str]) -> int | None:
         text = sections.get("encoder", {}).get(key, "")
@@ -53,7 +53,7 @@ def _token(key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(FTConfig):
-    """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
+    """config.ini [encoder], [decoder] and [structure]; only an encoder: no decoder layers.
 
     Absent keys have the loader's defaults.
     """
@@ -80,15 +80,15 @@ class T5Config(FTConfig):
     num_decoder_layers: int = ini_field(0, key="num_layers")
     feed_forward_proj: str
     relative_attention_num_buckets_or_max_pos_seq_len: int
-    # Not read by FT, which has only these values; for engines that do.
+    # FT does not read these two and has only these values; other engines read them.
     relative_attention_max_distance: int = FT_MAX_DISTANCE
     layer_norm_epsilon: float = FT_NORM_EPS
     decoder_start_token_id: int | None = _token("decoder_start_token_id")
     eos_token_id: int | None = _token("eos_token_id")
     pad_id: int | None = None
-    # Without biases: whether the logits are divided by sqrt(d_model).
+    # In a model without biases: whether the logits are divided by sqrt(d_model).
     tie_word_embeddings: bool = True
-    # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
+    # Not an FT key: distinguishes a missing lm_head.weight.bin from a tied head.
     has_lm_head: bool = ini_field(
         True,
         absent=lambda sections, files: bool(sections.get("decoder")) and f"{HEAD}.bin" in files,
@@ -98,19 +98,19 @@ class T5Config(FTConfig):
     adapter_norm_position: str | None = None
     t5_with_bias: bool = False
     use_gated_activation: bool = False
-    # Not an FT key: gelu by erf, as the source computes it, where FT takes the tanh form.
+    # Not an FT key (FT computes the tanh form): gelu by erf.
     exact_gelu: bool = False
     position_embedding_type: str = "relative"
     ia3_num_tasks: int = 0
     ia3_adapted: bool | None = None
-    # Not read by a loader; NVIDIA's converter calls an mT5 t5, too.
+    # No loader reads these; NVIDIA's converter also calls an mT5 t5.
     model_type: str = "t5"
     dropout_rate: float | None = None
     initializer_factor: float | None = None
     n_positions: int | None = None
 
     def problems(self) -> list[str]:
-        """Return also a problem if the formula of the far buckets of a relative bias fails."""
+        """Return also a problem if the formula of a relative bias's far buckets fails."""
         buckets, reach = self.positions, self.relative_attention_max_distance
         if not self.is_relative or 4 <= buckets < 2 * reach:
             return super().problems()
@@ -123,38 +123,38 @@ class T5Config(FTConfig):
 
     @property
     def inner(self) -> int:
-        """Attention width, which need not be d_model."""
+        """The attention width, which may differ from d_model."""
         return self.num_heads * self.d_kv
 
     @property
     def positions(self) -> int:
-        """Rows of the bias or position table."""
+        """The number of rows of the table of biases or positions."""
         return self.relative_attention_num_buckets_or_max_pos_seq_len
 
     @property
     def is_relative(self) -> bool:
-        """True if positions are relative; the loader takes any other value as absolute."""
+        """Whether positions are relative; the loader takes any other value for absolute."""
         return self.position_embedding_type == "relative"
 
     @property
     def is_encoder_only(self) -> bool:
-        """True if the model is an encoder alone."""
+        """Whether the model has no decoder."""
         return self.num_decoder_layers == 0
 
     @property
     def start_id(self) -> int | None:
-        """First decoder token."""
+        """The first token of the decoder."""
         return self.decoder_start_token_id
 
     @property
     def end_id(self) -> int | None:
-        """Token that ends a sequence."""
+        """The token that ends a sequence."""
         return self.eos_token_id
 
     def sections(self) -> Sections:
-        """Return the sections of config.ini; [decoder] stays empty for an encoder alone.
+        """Return the sections of config.ini; [decoder] is empty if there is no decoder.
 
-        Each side has the whole model's settings that NVIDIA's clients read from it.
+        NVIDIA's clients read settings of the whole model from either side, so both have them.
         """
         out = super().sections()
         decoder = out["decoder"]
@@ -170,10 +170,10 @@ class T5Config(FTConfig):
 
     @classmethod
     def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
-        """Build the config from parsed sections.
+        """Return the config from parsed sections.
 
         Raises:
-            ValueError: Keys missing or unreadable, or encoder and decoder disagree.
+            ValueError: Keys are missing or unreadable, or encoder and decoder disagree.
         """
         encoder, decoder = sections.get("encoder", {}), sections.get("decoder", {})
         problems = [
@@ -190,7 +190,7 @@ class T5Config(FTConfig):
         return super().from_sections(sections, files)
 
     def architecture(self) -> EncoderDecoderArchitecture:
-        """Return the encoder-decoder, or the encoder alone."""
+        """Return the encoder-decoder, or the encoder."""
         activation, gated_spelling = activation_choice(self.feed_forward_proj)
         if gated_spelling and not self.use_gated_activation:
             raise ValueError(
@@ -220,22 +220,22 @@ class T5Config(FTConfig):
         )
 
     def ft_limits(self) -> list[str]:
-        """Return a reason for another distance of relative positions."""
+        """Return a reason if the distance of relative positions is not FT's."""
         distance = self.relative_attention_max_distance
         if self.is_relative and distance != FT_MAX_DISTANCE:
             return [
-                f"relative_attention_max_distance = {distance}, but FasterTransformer always takes "
+                f"relative_attention_max_distance = {distance}, but FasterTransformer always uses "
                 f"{FT_MAX_DISTANCE}"
             ]
         return []
 
 
-# Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
+# Keys that both stacks share: they have one embedding and, in FT, layers of the same shape.
 _SHARED_KEYS = (
     *_SHARED_FIELDS[1:8], "relative_attention_num_buckets_or_max_pos_seq_len", "adapter_inter_size",
 )  # fmt: skip
 _TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
-# Keys of both sides -> those of [decoder] whose values they have.
+# Key of both sides -> key of [decoder] with its value.
 _COPIED_KEYS = {key: key for key in _TOKEN_KEYS} | {
     "pad_token_id": "pad_id",
     "num_decoder_layers": "num_layers",
@@ -258,8 +258,7 @@ T5 = ModelFamily(
     config=T5Config,
     layout=LAYOUT,
     divisible=("num_heads", "d_ff", "adapter_inter_size"),
-    # huggingface_t5_ckpt_convert.py writes this transposed copy of the embedding; no loader reads
-    # it.
+    # A transposed embedding that huggingface_t5_ckpt_convert.py writes; no loader reads it.
     unread=("shared.weight.bin",),
     owns=lambda sections: bool(sections.get("decoder")),
 )
@@ -273,7 +272,7 @@ T5_ENCODER = dataclasses.replace(
 
 
 def t5_warnings(_: Any, config: T5Config) -> list[str]:
-    """Return warnings about a model that converts, with the remedy."""
+    """Return warnings about a model that can be converted, with remedies."""
     warnings = []
     if config.weight_data_type == "fp16":
         warnings.append(
@@ -285,6 +284,6 @@ def t5_warnings(_: Any, config: T5Config) -> list[str]:
     if config.layer_norm_epsilon != FT_NORM_EPS:
         warnings.append(
             f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "
-            f"takes {FT_NORM_EPS}; the pytorch engine takes the model's"
+            f"uses {FT_NORM_EPS}; the pytorch engine uses the model's"
         )
     return warnings

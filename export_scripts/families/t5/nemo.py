@@ -2,8 +2,8 @@
 
 Names: NeMo 1.x, nlp/modules/common/megatron/token_level_encoder_decoder.py; keys of its
 configuration: examples/nlp/language_modeling/conf/megatron_t5_config.yaml and
-megatron_model_base_config.yaml. FT derives biases, norm and the scaling of attention scores from
-t5_with_bias alone; other behaviour of a model is folded into its weights.
+megatron_model_base_config.yaml. FT derives biases, norm and the scaling of attention scores only
+from t5_with_bias; if a model combines them differently, its weights are changed accordingly.
 """
 
 import math
@@ -54,12 +54,12 @@ from export_scripts.families.t5.tuning import (
 )
 from foundations.files.json_content import Fields, Table
 
-# NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
-# one matrix, under the names of the plain one.
+# NeMo's activation -> the loader's spelling. The fast- variants fuse both halves of a gate into one
+# matrix with the name of the plain one.
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "geglu": "geglu", "reglu": "reglu",
                 "swiglu": "gated-silu"}  # fmt: skip
 _POSITION_KINDS = {"learned_absolute": "absolute", "relative": "relative"}
-# Keys whose values are words: the usual one, and those that FT's T5 has.
+# Key whose value is a word -> (default, values that FT's T5 supports).
 _WORDS: Mapping[str, tuple[str, Collection[str]]] = {
     "activation": ("gelu", _ACTIVATIONS),
     "position_embedding_type": ("learned_absolute", _POSITION_KINDS),
@@ -68,7 +68,7 @@ _WORDS: Mapping[str, tuple[str, Collection[str]]] = {
     ),
 }  # fmt: skip
 
-# Sizes in the source -> fields of the config.
+# Size in the source -> field of the config.
 _SIZES = {
     "hidden_size": "d_model",
     "ffn_hidden_size": "d_ff",
@@ -86,7 +86,7 @@ _COMMON = (
 
 
 class _Traits:
-    """Traits of a NeMo T5, whose model_config is flat or has a section per stack.
+    """Traits of a NeMo T5, whose model_config is flat or has a section for each stack.
 
     Raises:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
@@ -105,7 +105,7 @@ class _Traits:
         self.fields: Fields = {
             field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
         }
-        # By the keys of _WORDS, as the source has them.
+        # Key of _WORDS -> the source's value.
         self.words = {
             key: str(encoder.value(key, default=usual)).lower()
             for key, (usual, _) in _WORDS.items()
@@ -117,7 +117,7 @@ class _Traits:
         rows = encoder.integer("max_position_embeddings", default=0, least=0)
         is_relative = self.words["position_embedding_type"] == "relative"
         *_, by_erf = nemo_activation(encoder.source)
-        # Biases, LayerNorm and scaled attention, or none of them.
+        # FT has biases, LayerNorm and scaled attention, or none of them.
         with_bias = self.words["normalization"] != "rmsnorm"
         self.fields |= {
             "d_kv": size_per_head,
@@ -131,13 +131,13 @@ class _Traits:
             "t5_with_bias": with_bias,
             "position_embedding_type": _POSITION_KINDS.get(self.words["position_embedding_type"]),
         }
-        # Stages of the pipeline: in all, and before the decoder.
+        # Pipeline stages: (all, those before the decoder).
         self.stages = (
             encoder.integer("pipeline_model_parallel_size", default=1),
             encoder.integer("pipeline_model_parallel_split_rank", default=0, least=0),
         )
-        self.bias = bool(encoder.value("bias", default=True))  # of the linears
-        # Corrects FT's scaling of scores by t5_with_bias alone.
+        self.bias = bool(encoder.value("bias", default=True))  # whether linear layers have biases
+        # Corrects the scaling of scores that FT derives from t5_with_bias.
         root = math.sqrt(size_per_head)
         is_scaled = bool(encoder.value("normalize_attention_scores", default=True))
         self.query_factor = 1.0 if is_scaled == with_bias else root if with_bias else 1 / root
@@ -179,7 +179,7 @@ def _beyond_layout(traits: _Traits) -> list[str]:
             traits.words["normalization"] == "rmsnorm" and traits.bias
         ),
         f"pipeline_model_parallel_split_rank = {split} with pipeline_model_parallel_size = "
-        f"{stages}: expected a stage between, where the decoder begins": (
+        f"{stages}: expected a stage in between, at which the decoder begins": (
             stages > 1 and not 0 < split < stages
         ),
     }
@@ -248,10 +248,10 @@ def _config(facts: Facts) -> T5Config:
 
 
 def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
-    """Return the decoder's first token, the last one, and padding's."""
+    """Return the decoder's first token, the end token and the padding token."""
     known = facts.special_ids()
     pad, end = facts.token("pad_id", known.pad), facts.token("eos_token_id", known.eos)
-    # As in some p-tuned models.
+    # Some p-tuned models start with padding.
     found = (archive.config.get("data") for archive in facts.prompts)
     tables = (data for data in found if isinstance(data, Mapping))
     is_padding = any(data.get("decoder_starts_with_pad") for data in tables)
@@ -259,7 +259,7 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     if start is None or end is None:
         raise ValueError(
             "decoder_start_token_id and eos_token_id are unknown: the checkpoint lacks "
-            "the tokenizer's files; name them (--vocab-path) or state the ids "
+            "the tokenizer's files; name them (--vocab-path) or state the IDs "
             "(--set decoder_start_token_id=.. --set eos_token_id=..)"
         )
     return start, end, pad
@@ -269,7 +269,7 @@ _RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedd
 
 
 def _stacks(order: str) -> Sources:
-    """Return the sources of the layers of both stacks, whose fused projections have an order."""
+    """Return the sources of both stacks' layers; `order` is that of fused projections."""
     known = known_names()
     names: Fields = {}
     table: Sources = {}
@@ -294,9 +294,9 @@ def _weights(facts: Facts, _: T5Config) -> Sources:
     table: Sources = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
-        # In a legacy model all heads of a part follow each other, else the parts of a head.
+        # Rows are grouped by part in a legacy model, else by head.
         **_stacks("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
-        # Decided once for the whole model, not per stage.
+        # The same decision for the whole model, not for each stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
@@ -316,8 +316,8 @@ def _weights(facts: Facts, _: T5Config) -> Sources:
 
 
 def _scale_queries(table: Sources, factor: float) -> None:
-    """Multiply the rest of FT's scaling of scores into the queries."""
-    first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # of (..., 3, heads, size)
+    """Multiply a correction of FT's scaling of scores into the queries."""
+    first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # for (..., 3, heads, size)
     for kind in ("weight", "bias"):
         for module in (f"{ENCODER_SELF}.q", f"{CROSS}.q"):
             scale(table, f"{module}.{kind}", lambda _: factor)

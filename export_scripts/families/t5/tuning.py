@@ -1,4 +1,4 @@
-"""Linear adapters and IA3 archives added to a T5, and sources with factors multiplied in.
+"""Linear adapters and IA3 archives for a T5, and sources with factors multiplied in.
 
 Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py.
 """
@@ -20,7 +20,7 @@ from export_scripts.families.mapping.tensors import Tensor, constant, float32, s
 from export_scripts.families.t5.layout import DECODER, DECODER_SELF, ENCODER
 from foundations.files.json_content import Table
 
-# A layer's adapters, as `added_tensors` names them.
+# Side -> prefix of a layer's adapters, as `added_tensors` names them.
 _ADAPTERS = {
     side: f"enc_dec_model.enc_dec_model.{side}.model.layers.{{{side}_layer}}:"
     for side in ("encoder", "decoder")
@@ -28,18 +28,18 @@ _ADAPTERS = {
 
 
 def _scaler(task: int, side: str, kind: str) -> str:
-    """Return the key of a scaler: of key, value, inter_key, inter_value or mlp."""
+    """Return the key of a scaler; `kind` is key, value, inter_key, inter_value or mlp."""
     return f"ia3.{task}:{_ADAPTERS[side]}{kind}_infused_adapter.scalers"
 
 
 def tuning_kind(archive: CheckpointReader) -> Table:
-    """Return the adapter_tuning section of an archive's configuration (empty without one)."""
+    """Return the adapter_tuning section of an archive's configuration, or an empty table."""
     section = archive.config.get("adapter_tuning")
     return section if isinstance(section, Mapping) else {}
 
 
 def ia3_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
-    """Return a reason for each archive that is of another kind."""
+    """Return a reason for each archive that is not IA3."""
     return [
         f"{archive.path}: adapter_tuning.type = {tuning_kind(archive).get('type')!r} is not an "
         "IA3 archive; expected ia3"
@@ -49,11 +49,11 @@ def ia3_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
 
 
 def tuning_reasons(facts: Facts) -> list[str]:
-    """Return every reason IA3 and adapter archives cannot be added."""
+    """Return every reason why IA3 and adapter archives cannot be added."""
     reasons = ia3_reasons(facts.ia3)
     if facts.ia3_in_place and len(facts.ia3) != 1:
         reasons.append(
-            f"{len(facts.ia3)} IA3 archives cannot be multiplied into one set of weights; give one"
+            f"{len(facts.ia3)} IA3 archives cannot be multiplied into one set of weights; name one"
         )
     wanted = {"type": "linear_adapter", "norm_position": "pre", "norm_type": "mixedfusedlayernorm"}
     if len(facts.adapters) > 1:
@@ -76,13 +76,13 @@ def tuning_reasons(facts: Facts) -> list[str]:
     ]
 
 
-# Layers of each stack in the layout.
+# Side -> prefix of its layers in the layout.
 BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
 _PLACES = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}
 
 
 def adapter_sources(facts: Facts) -> Sources:
-    """Return the sources of the adapters of both stacks (empty without an archive)."""
+    """Return the sources of both stacks' adapters; empty without an archive."""
     sources: Sources = {}
     for side, number in itertools.product(BLOCKS, _PLACES if facts.adapters else ()):
         stem = f"adapter.0:{_ADAPTERS[side]}adapter_{number}.module."
@@ -96,7 +96,7 @@ def adapter_sources(facts: Facts) -> Sources:
     return sources
 
 
-# Tensors that IA3 scales, per side: name in the layout (after the block's) -> kind of scaler.
+# Side -> name in the layout of what IA3 scales, without the layer's prefix -> kind of scaler.
 _SCALED = {
     "encoder": {
         "layer.0.SelfAttention.k": "key",
@@ -114,7 +114,7 @@ _SCALED = {
 
 
 def ia3_sources(facts: Facts) -> Sources:
-    """Return the sources of the stored scalers of both stacks, one row per task."""
+    """Return the sources of both stacks' scalers, with a row for each task."""
     return {
         f"{BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
         for side, names in _SCALED.items()
@@ -124,10 +124,10 @@ def ia3_sources(facts: Facts) -> Sources:
 
 
 def ia3_in_place(table: Sources) -> None:
-    """Multiply the only task's scalers into the weights they scale, in a table of sources.
+    """Multiply the only task's scalers into the weights that they scale, in a table of sources.
 
-    Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
-    acts on the rows of its second matrix.
+    Keys and values are scaled after their bias, so that is scaled, too; the MLP's scaler applies to
+    the rows of its second matrix.
     """
     for side, names in _SCALED.items():
         for name, kind in names.items():
@@ -144,7 +144,7 @@ def ia3_in_place(table: Sources) -> None:
 
 
 def scale(table: Sources, name: str, factor: Callable[..., Any], *keys: str) -> None:
-    """Multiply `factor(config, *tensors)` of the keys' tensors into a source that reads any."""
+    """Multiply `factor(config, *tensors)` of the keys' tensors into a source that reads tensors."""
     if name in table and table[name].reads:
         table[name] = Adjusted(
             table[name], lambda part, config, *found: part * factor(config, *found), keys
@@ -156,7 +156,7 @@ def _heads(config: Any, scaler: Tensor) -> Tensor:
 
 
 def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
-    """Return factors of the fused (..., 3, heads, size) projection; queries keep theirs."""
+    """Return factors of the fused (..., 3, heads, size) projection; those of queries are 1."""
     queries = constant([1.0] * config.inner, like=key)
     rows = [queries, float32(key), float32(value)]
     return stacked(rows, 0).reshape(3, config.num_heads, config.d_kv)

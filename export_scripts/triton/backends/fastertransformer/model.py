@@ -1,13 +1,13 @@
-"""A Python-based backend for models made for NVIDIA's; it runs inference.backend.encoder_backend.
+"""A Python-based backend for models of NVIDIA's backend; it runs inference.backend.encoder_backend.
 
-tritonserver takes it for `backend: "fastertransformer"` where this folder lies in its backend
-directory, or a link to it.
+tritonserver uses it for `backend: "fastertransformer"` if its backend directory contains this
+folder, or a link to it.
 """
 
 import sys
 from pathlib import Path
 
-# Through a link into a checkout, for an interpreter in which this project is not installed.
+# Finds the checkout behind a link, if the interpreter does not have this project installed.
 _ROOT = Path(__file__).resolve().parents[4]
 if (_ROOT / "inference" / "backend").is_dir():
     sys.path.append(str(_ROOT))

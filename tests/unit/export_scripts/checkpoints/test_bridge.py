@@ -256,7 +256,7 @@ def test_layers_of_another_class_of_models_are_refused(
         "transformer_layer_spec": {"_target_": f"x.{layers}", "_call_": False},
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
-    assert f"transformer_layer_spec = {layers}: layers of its own" in text
+    assert f"transformer_layer_spec = {layers}: custom layers" in text
 
 
 def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path: Path) -> None:

@@ -426,12 +426,12 @@ def test_an_interrupted_folder_is_continued(
     expected = tensors_of(way_out(source, tmp_path / "whole", **options))
     calls = iter(range(15))
 
-    def taken(*arguments: Any) -> Any:
+    def rearranged(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return sources.taken(*arguments)
+        return sources.rearranged(*arguments)
 
-    monkeypatch.setattr(write, "taken", taken)
+    monkeypatch.setattr(write, "rearranged", rearranged)
     with pytest.raises(KeyboardInterrupt):
         way_out(source, tmp_path, **options)
     assert not (tmp_path / "huggingface").exists()

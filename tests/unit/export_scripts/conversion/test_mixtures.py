@@ -234,7 +234,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"moe_router_score_function": "sqrtsoftplus"}, "known: softmax, sigmoid"),
         ({"moe_router_score_function": "sigmoid"}, "router_scores is sigmoid in the model"),
         ({"moe_router_topk_scaling_factor": 2.5}, "routed_scale is 2.5 in the model"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "it decides the routing too"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "it affects the routing, too"),
         ({"moe_router_load_balancing_type": "quantile_balancing"}, "decides the routing too"),
         ({"moe_layer_freq": [0, 1]}, "layers.0.mlp.linear_fc1.weight is missing"),
         ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq = [0, 1, 1]"),

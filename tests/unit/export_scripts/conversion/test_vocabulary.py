@@ -64,7 +64,8 @@ def test_the_size_may_be_the_tokenizer_s(tmp_path: Path) -> None:
     (source / "merges.txt").write_text("#version: 0.2\n")
     folder = written(source, tmp_path / "out", vocabulary="tokenizer", allow=("tokenizer",))
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == KEPT
-    with pytest.raises(ValueError, match=f"expected {KEPT}, the ids of its tokenizer, to {ROWS}"):
+    expected = rf"expected from {KEPT} \(IDs of the tokenizer\) to {ROWS}"
+    with pytest.raises(ValueError, match=expected):
         written(source, tmp_path / "less", vocabulary=str(KEPT - 1), allow=("tokenizer",))
 
 

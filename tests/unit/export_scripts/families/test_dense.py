@@ -140,7 +140,10 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
             "long_factor = [0]: expected a list of numbers greater than 0",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "without low_freq_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "of their own"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "layers have different rotary positions",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be represented"),
         ({"hidden_act": "quick_gelu"}, "hidden_act = quick_gelu cannot be represented"),
         ({"num_key_value_heads": 3}, "4 does not divide by 3"),
@@ -156,7 +159,7 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
             (
                 {"model_type": model, "sliding_window": 8,
                  "layer_types": [f"{first}_attention", f"{second}_attention"]},
-                "not all layers have the sliding window",
+                "some layers lack the sliding window",
             )
             for model, first, second in (
                 ("mistral", "full", "sliding"),
@@ -194,7 +197,7 @@ def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path: Path
     ("settings", "words"),
     [
         ({"sliding_window": 8}, "sliding_window = 8 is left out"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.Y"}}, "own code (modeling_x.Y)"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.Y"}}, "custom code (modeling_x.Y)"),
     ],
 )
 def test_what_transformers_does_not_compute_is_reported(

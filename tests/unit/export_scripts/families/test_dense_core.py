@@ -108,7 +108,7 @@ def test_settings_of_megatron_core_are_carried(
         ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one'"),
         (
             {"scale_positional_embedding": True, "seq_len_interpolation_factor": 4},
-            "divided by 4 (seq_len_interpolation_factor) and scaled",
+            "divided by 4 (seq_len_interpolation_factor) and also",
         ),
         (
             {"scale_positional_embedding": True, "low_freq_factor": 4},

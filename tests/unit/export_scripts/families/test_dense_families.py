@@ -325,13 +325,17 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         ),
         (GEMMA2_9B, {"final_logit_softcapping": -1}, "final_logit_softcapping = -1 is out of"),
         *(
-            (GEMMA3_1B, {"rope_scaling": None, "rope_parameters": found}, "transformers 5 reads")
+            (
+                GEMMA3_1B,
+                {"rope_scaling": None, "rope_parameters": found},
+                "transformers 5 only reads",
+            )
             for found in ({"rope_theta": 500.0}, {"rope_type": "yarn", "factor": 2.0})
         ),
         (
             GEMMA3_1B,
             {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "layers with rotary positions of their own",
+            "layers have different rotary positions",
         ),
         (
             GEMMA3_1B,
@@ -344,14 +348,14 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
             {"rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]}},
             "rotary_long_factor has 1 factors for 96 rotated dimensions: expected 48",
         ),
-        (PHI4_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "for longrope"),
+        (PHI4_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "computes longrope"),
         (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "an entry for each of the 36 layers"),
-        (EXAONE4_32B, {"layer_types": ["full_attention"] * 64}, "no layer would rotate"),
+        (EXAONE4_32B, {"layer_types": ["full_attention"] * 64}, "none would rotate"),
         (EXAONE4_32B, {"layer_types": None}, "sliding_window_pattern = 'LLLG' is not a count"),
         (
             OLMO2_7B,
             {"model_type": "olmo3", "rope_theta": 7},
-            "rope_theta = 7: transformers 4 takes",
+            "rope_theta = 7: transformers 4 uses",
         ),
         (FALCON_7B, {"alibi": True}, "alibi = True: scores are rounded"),
         (FALCON_40B, {"parallel_attn": False}, "transformers has no such model"),
@@ -366,9 +370,9 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
             )
         ),
         (STABLELM2_12B, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0: positions"),
-        (COMMAND_R, {"rope_theta": None}, "no rope_theta: transformers 4 takes 10000 and 5"),
+        (COMMAND_R, {"rope_theta": None}, "no rope_theta: transformers 4 uses 10000 and 5"),
         (COMMAND_R7B, {"sliding_window": None}, "no layer would rotate"),
-        (COMMAND_R7B, {"layer_types": ["full_attention"] * 32}, "no layer would rotate"),
+        (COMMAND_R7B, {"layer_types": ["full_attention"] * 32}, "none would rotate"),
         (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP follow each other"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
         *(

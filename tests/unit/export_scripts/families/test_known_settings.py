@@ -112,7 +112,7 @@ def test_each_setting_has_a_use() -> None:
     theirs = [known for settings in huggingface_table().values() for known in settings.values()]
     assert {known.use for known in theirs} == {"read", "none", "off"}
     assert all(
-        known.why for known in (*core, *theirs) if known.use.endswith(("off", "dense", "t5"))
+        known.reason for known in (*core, *theirs) if known.use.endswith(("off", "dense", "t5"))
     )
 
 

@@ -148,7 +148,7 @@ def _without_base(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_without_base, "no rms_norm_eps, rope_theta, whose defaults in a qwen2_5_vl_text"),
+        (_without_base, "no rms_norm_eps, rope_theta, whose defaults differ in a qwen2_5_vl_text"),
         (lambda config: config.update(text_config=[1]), "text_config = [1]: expected a table"),
         (lambda config: config.update(fuse_norms=True), "fuse_norms = True is not known"),
         (lambda config: config["text_config"].update(model_type="mamba"), "model type mamba"),
