@@ -16,12 +16,12 @@ from foundations.commands import ProgressLine, command_parser, parse_pair, run_c
 from foundations.files.json_content import Fields
 from foundations.values import keys_of
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 def usual_workers() -> int:
     """Return the default number of workers: one per core that this process may use, at most 8."""
-    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def convert_parser() -> argparse.ArgumentParser:
         "torch_dist: a checkpoint from which Megatron-LM continues training",
         choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0])  # fmt: skip
     add("weight_data_type", "type on disk", required=True, choices=WEIGHT_DATA_TYPES)
-    add("processes", f"workers (default: one per core, at most {_MOST_WORKERS}: {workers} here)",
+    add("processes", f"workers (default: one per core, at most {_MAX_WORKERS}: {workers} here)",
         default=workers, **count)  # fmt: skip
     add("pp_size", "pipeline stages of inference, to check that they divide the layers",
         default=1, **count)  # fmt: skip

@@ -27,7 +27,7 @@ from foundations.files.json_content import Fields
 
 # The standard deviation of GPT-2's initial weights; activations stay finite at any size.
 _STD = 0.02
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 _NORM_SCALE = re.compile(r"layer_?norm\.weight$", re.IGNORECASE)
 _BIAS = re.compile(r"\.bias(\.sum)?$")
 
@@ -94,7 +94,7 @@ def synthesize(
 
     A seed gives the same model for every N. Sparse matrices are holes, which read as zeros and take
     no space on disk. Other matrices are in memory in fp32, at most one per processor and
-    _MOST_AT_ONCE.
+    _MAX_AT_ONCE.
 
     Raises:
         ValueError: The folder exists.
@@ -110,7 +110,7 @@ def synthesize(
         else:
             write_values(staging, tensor, _values(tensor, seed), config)
 
-    threads = min(len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
+    threads = min(len(os.sched_getaffinity(0)), _MAX_AT_ONCE)
     with whole_folder(final) as staging:
         write_config(staging, config)
         with ThreadPoolExecutor(threads) as pool:  # numpy releases Python's lock

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MOST_LISTED = 20
-_MOST_CHARACTERS = 4000  # per message; it may quote a value of a checkpoint
+_MAX_LISTED = 20
+_MAX_CHARACTERS = 4000  # per message; it may quote a value of a checkpoint
 
 
 class CheckpointMismatchError(ValueError):
@@ -40,9 +40,9 @@ def printable(text: str) -> str:
 
 def without_middle(text: str) -> str:
     """Return a message without its middle if it is too long to read."""
-    if len(text) <= _MOST_CHARACTERS:
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    head, tail = text[: _MOST_CHARACTERS // 2], text[-_MOST_CHARACTERS // 4 :]
+    head, tail = text[: _MAX_CHARACTERS // 2], text[-_MAX_CHARACTERS // 4 :]
     return f"{head} ... ({len(text) - len(head) - len(tail)} characters) ... {tail}"
 
 
@@ -54,8 +54,8 @@ def first_names(names: Sequence[str], most: int = 8) -> str:
 
 def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
     """Return the first problems of one kind, each with a prefix, and the number of the others."""
-    more = len(problems) - _MOST_LISTED
-    shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
+    more = len(problems) - _MAX_LISTED
+    shown = [prefix + problem for problem in problems[:_MAX_LISTED]]
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])
 
 

@@ -109,10 +109,10 @@ def open_checkpoint(
         raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
     elif settings is not None and found != "torch_dcp":
         raise ValueError(
-            f"{path} is a {found} checkpoint with settings of its own: leave --model-config out"
+            f"{path} is a {found} checkpoint with its own settings: leave --model-config out"
         )
     elif name is not None:
-        raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
+        raise ValueError(f"{path} is a single {found} checkpoint; it holds none named {name}")
     elif settings is not None:
         open_format = functools.partial(open_format, settings=settings)
     try:
@@ -133,7 +133,7 @@ def chosen_entry(path: Path, name: str | None) -> tuple[Path, str | None]:
     if not path.is_dir():
         if fnmatch.fnmatchcase(path.name, name):
             return path, None
-        raise ValueError(f"{path} holds no checkpoint {name}: it is one checkpoint itself")
+        raise ValueError(f"{path} holds no checkpoint {name}: it is a single checkpoint")
     found = [
         each
         for each in sorted(path.iterdir())

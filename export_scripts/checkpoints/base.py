@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_SMALL_BYTES = 64 << 20  # an index has about a hundred bytes per tensor
 _MAX_YAML_BYTES = 1 << 20  # read in about ten seconds
-_MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
+_MAX_VALUES, _MAX_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
@@ -424,15 +424,15 @@ def yaml_table(content: bytes, source: object) -> Fields:
 def _count_values(node: Any, counts: dict[int, int]) -> int:
     """Return the number of values in a YAML node after its aliases are expanded."""
     if node is not None and id(node) not in counts:
-        counts[id(node)] = _MOST_VALUES  # in case the node contains itself
+        counts[id(node)] = _MAX_VALUES  # in case the node contains itself
         count = 1
         if not isinstance(node.value, str):
             inner = (each if isinstance(each, tuple) else (each,) for each in node.value)
             count += sum(_count_values(each, counts) for several in inner for each in several)
-        elif len(node.value) > _MOST_DIGITS and node.tag.endswith((":int", ":float")):
+        elif len(node.value) > _MAX_DIGITS and node.tag.endswith((":int", ":float")):
             raise ValueError(f"it holds a number of {len(node.value)} characters")
-        if count > _MOST_VALUES:
-            raise ValueError(f"its aliases unfold to more than {_MOST_VALUES} values")
+        if count > _MAX_VALUES:
+            raise ValueError(f"its aliases unfold to more than {_MAX_VALUES} values")
         counts[id(node)] = count
     return counts.get(id(node), 0)
 

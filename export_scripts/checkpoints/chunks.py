@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 # Every pair of chunks is compared, which a damaged index could make endless.
-_MOST_CHUNKS = 4096
+_MAX_CHUNKS = 4096
 
 
 ChunkOffset = Shape  # index of a chunk's first value on each axis of the whole tensor
@@ -78,8 +78,8 @@ class ChunkedTensor(Piece):
 
     def problems(self) -> list[str]:
         """Return why the chunks do not make up the whole: overlap, excess or holes."""
-        if len(self.chunks) > _MOST_CHUNKS:
-            return [f"it has {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
+        if len(self.chunks) > _MAX_CHUNKS:
+            return [f"it has {len(self.chunks)} chunks; expected at most {_MAX_CHUNKS}"]
         boxes = [
             (each, _end(each, values), list(values.shape)) for each, values in self.chunks.items()
         ]

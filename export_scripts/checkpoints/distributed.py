@@ -45,7 +45,7 @@ _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _EXPERTS = re.compile(r"^(.*\bmlp\.experts)\.experts\.(?!\d+\.)(.+)$")
 # An expert's tensor, by its number among all: megatron-core, transformer/moe/experts.py.
 _EXPERT = re.compile(r"(\bmlp\.experts)\.experts\.(?=\d+\.)")
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 _Value = TypeVar("_Value")
 
@@ -201,7 +201,7 @@ def _apart(
 ) -> list[tuple[str, ChunkedTensor]]:
     """Return the entries of a stacked tensor by name, or a tensor that is not stacked."""
     match = stacked.match(name)
-    if match is None or not tensor.shape or tensor.shape[0] > _MOST_LAYERS:
+    if match is None or not tensor.shape or tensor.shape[0] > _MAX_LAYERS:
         return [(name, tensor)]
     return [(f"{match[1]}.{kind}{i}.{match[2]}", tensor.select(i)) for i in range(tensor.shape[0])]
 

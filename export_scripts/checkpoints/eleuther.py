@@ -22,7 +22,7 @@ from foundations.errors import CheckpointMismatchError, first_names
 from foundations.files.json_content import Fields
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_MOST_RANKS = 10_000
+_MAX_RANKS = 10_000
 # Keys that identify the contents of a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
@@ -111,9 +111,9 @@ def _layer_files(folder: Path) -> dict[int, RankFiles]:
 def _rank_count(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> int:
     """Return the number of training ranks, after checking that each has a file for every layer."""
     count = max(max(ranks) for ranks in files.values()) + 1
-    if count > _MOST_RANKS:
+    if count > _MAX_RANKS:
         raise CheckpointMismatchError(
-            f"{folder} has a file of rank {count - 1}; expected at most {_MOST_RANKS} ranks"
+            f"{folder} has a file of rank {count - 1}; expected at most {_MAX_RANKS} ranks"
         )
     if isinstance(declared, int) and declared != count:
         raise CheckpointMismatchError(

@@ -35,7 +35,7 @@ from foundations.errors import (
 )
 from foundations.files.json_content import Fields, Table
 
-_MOST_NAME = 100  # characters of a file name in messages
+_MAX_NAME = 100  # characters of a file name in messages
 
 # Suffixes of the names of embeddings and heads, which a model may tie.
 TIED_TABLES = (
@@ -197,8 +197,8 @@ def index_huggingface(
 def _left_out(path: Path) -> list[str]:
     """Return a remark on each adapter next to a model's weights, which may include it already."""
     return [
-        f"{each} lies next to the model's weights and is left out: to merge it, name it as a LoRA "
-        "checkpoint"
+        f"{each} is next to the model's weights and left out: to merge it, name it in --lora "
+        "(convert.lora_checkpoints)"
         for each in sorted(path.glob("adapter_model.*"))
     ]
 
@@ -220,7 +220,7 @@ def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReade
         raise CheckpointMismatchError(
             f"{path} does not state its model's sizes: copy the {CONFIG_NAME} of the Hugging Face "
             f"model that training began with (and its tokenizer's files) into {folder}, or name it "
-            "where it lies (--model-config, convert.model_config)"
+            "in --model-config (convert.model_config)"
         )
     reader, problems = index_huggingface(path, settings)
     refuse(problems)
@@ -267,11 +267,11 @@ def _indexed_files(index: Path) -> tuple[dict[str, str], Fields, list[str]]:
         raise CheckpointMismatchError(f"{index} has no weight_map of tensors; copy it again")
     present = {each.name for each in index.parent.iterdir() if each.is_file()}
     there = {key: name for key, name in named.items() if isinstance(name, str) and name in present}
-    missing = {f"{named[key]!r:.{_MOST_NAME}}" for key in named.keys() - there.keys()}
+    missing = {f"{named[key]!r:.{_MAX_NAME}}" for key in named.keys() - there.keys()}
     problems = [
         f"{index}: weight_map names what is not a file next to it: "
-        f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
-        "those that are there"
+        f"{first_names(sorted(missing))}; copy these files there, or the index of the existing "
+        "files"
     ]
     return there, facts if isinstance(facts, dict) else {}, problems if missing else []
 

@@ -34,7 +34,7 @@ _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 
 # numpy has no bfloat16 and writes it as a void type of two bytes.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
-_MOST_SHARDS = 10_000
+_MAX_SHARDS = 10_000
 
 
 def step_directory(path: Path) -> Path | None:
@@ -84,8 +84,8 @@ def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[st
     """Return a problem for each missing shard or part."""
     problems = []
     present = {number_in(shard) for shard in parts}
-    if (last := max(present)) >= _MOST_SHARDS:
-        return [f"{step} has a shard {last}: expected numbers below {_MOST_SHARDS}; remove it"]
+    if (last := max(present)) >= _MAX_SHARDS:
+        return [f"{step} has a shard {last}: expected numbers below {_MAX_SHARDS}; remove it"]
     every = set(map(number_in, step.glob("shard_*"))) | set(range(last + 1))
     if missing := sorted(every - present):
         names = first_names([f"shard_{number}" for number in missing])
@@ -101,7 +101,7 @@ def _names(count: int, shard: Path) -> list[str]:
     layers, rest = divmod(count - len(_FIRST) - len(_LAST), len(_LAYER))
     if rest or layers < 1:
         raise CheckpointMismatchError(
-            f"{shard} holds {count} arrays; that of a GPT-J release holds "
+            f"{shard} holds {count} arrays; a shard of a GPT-J release holds "
             f"{len(_FIRST) + len(_LAST)} and {len(_LAYER)} a layer: a part is missing or truncated"
         )
     order = sorted(range(layers), key=str)

@@ -33,7 +33,7 @@ TrainingRank = tuple[int, int]  # tp_rank, pp_rank
 LayerOffset = Callable[[str, int], int]  # (tensor's name, stage) -> global number of its layer 0
 
 # With a damaged number of ranks, the list of missing ones would fill the memory.
-_MOST_RANKS = 100_000
+_MAX_RANKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def ranks_by_place(
         count_of(config, f"{kind}_model_parallel_size", default=1, where=where)
         for kind in ("tensor", "pipeline")
     )
-    if tp_size * pp_size > _MOST_RANKS:
+    if tp_size * pp_size > _MAX_RANKS:
         raise CheckpointMismatchError(
             f"{where}: its configuration says TP {tp_size}, PP {pp_size}: expected at most "
-            f"{_MOST_RANKS} training ranks; the configuration is damaged"
+            f"{_MAX_RANKS} training ranks; the configuration is damaged"
         )
     by_rank: dict[TrainingRank, RankName] = {}
     problems = []

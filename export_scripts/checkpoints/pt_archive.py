@@ -24,7 +24,7 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-_MOST_VALUES = 20_000_000  # in a tree of objects, with shared ones repeated
+_MAX_VALUES = 20_000_000  # in a tree of objects, with shared ones repeated
 
 
 def read_torch_file(region: Region | Path) -> Any:
@@ -210,10 +210,10 @@ class _PlainData:
                 items = result.values() if isinstance(result, dict) else result
                 size = 1 + sum(self._sizes.get(id(item), 1) for item in items)
                 self._sizes[id(result)] = size
-                if size > _MOST_VALUES:
+                if size > _MAX_VALUES:
                     raise CheckpointMismatchError(
                         f"{self._region} is refused: its objects unfold to more than "
-                        f"{_MOST_VALUES} values"
+                        f"{_MAX_VALUES} values"
                     )
         return self._done[id(value)]
 

@@ -49,7 +49,7 @@ _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the u
 
 _DONE = (
     "widened",
-    "kept; static scales of activations are not: each row is rounded with a scale of its own",
+    "kept, without static scales of activations: each row is rounded with its own scale",
 )
 
 _WORDS = ("int32",)

@@ -48,15 +48,15 @@ class _Part:
         values: The values of this rank.
         whole: The shape of the whole tensor.
         begin: The offset of the part, if it is stated.
-        places: Sharded axis -> the rank's coordinates in the mesh dimensions that share it, in the
-            order of the cuts.
+        coordinates: Sharded axis -> the rank's coordinates in the mesh dimensions that share it, in
+            the order of the cuts.
         factors: Axis that was cut a second time -> number of parts after the first cut.
     """
 
     values: StoredTensor
     whole: Shape
     begin: ChunkOffset | None
-    places: Mapping[int, tuple[int, ...]]
+    coordinates: Mapping[int, tuple[int, ...]]
     factors: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -97,8 +97,9 @@ def _files(folder: Path) -> list[Path]:
             "keep the files of one run there"
         )
     ((stated, files),) = ranks.items()
-    count = int(stated) if stated else 1 + max(files)
-    return _complete(files, count, f"{folder} lacks the files of ranks")
+    return _complete(
+        files, int(stated) if stated else 1 + max(files), f"{folder} lacks the files of ranks"
+    )
 
 
 def _complete(files: Mapping[int, _Value], count: int, lacks: str) -> list[_Value]:
@@ -139,9 +140,9 @@ def _dtensor_part(whole: Sequence[Any], values: Any, spec: Any) -> _Part | None:
             values, StoredTensor
         ) and _are_sizes(values, whole):
             factors: dict[int, int] = {}
-            places = _places(kinds, coordinates, factors)
-            if places is not None and set(places) <= set(range(len(whole))):
-                return _Part(values, tuple(whole), None, places, factors)
+            axes = _sharded_axes(kinds, coordinates, factors)
+            if axes is not None and set(axes) <= set(range(len(whole))):
+                return _Part(values, tuple(whole), None, axes, factors)
     return None
 
 
@@ -149,7 +150,7 @@ def _are_sizes(values: StoredTensor, numbers: Sequence[Any]) -> bool:
     return len(numbers) == len(values.shape) and all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _places(
+def _sharded_axes(
     placements: Sequence[Any], coordinates: Sequence[Any], factors: dict[int, int]
 ) -> dict[int, tuple[int, ...]] | None:
     """Return sharded axis -> a rank's coordinates; None for other placements.
@@ -158,21 +159,21 @@ def _places(
     tensor parallelism has cut, comes after the shards of later mesh dimensions; the number of their
     parts is added to `factors`. torch/distributed/tensor/placement_types.py
     """
-    places: dict[int, tuple[int, ...]] = {}
+    axes: dict[int, tuple[int, ...]] = {}
     last: dict[int, int] = {}
     for placement, coordinate in zip_longest(placements, coordinates):
         match placement, coordinate:
             case None, _:
                 continue
             case {"dim": int(axis), **others}, int() if not others:
-                places[axis] = (*places.get(axis, ()), coordinate)
+                axes[axis] = (*axes.get(axis, ()), coordinate)
             case {"dim": int(axis), "split_factor": int(factor), **others}, int() if (
-                not others and axis not in places | last
+                not others and axis not in axes | last
             ):
                 last[axis], factors[axis] = coordinate, factor
             case _:
                 return None
-    return places | {axis: (*places.get(axis, ()), own) for axis, own in last.items()}
+    return axes | {axis: (*axes.get(axis, ()), own) for axis, own in last.items()}
 
 
 def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTensor:
@@ -182,29 +183,30 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
     if any(
         (each.whole, each.values.dtype, len(each.values.shape))
         != (first.whole, first.values.dtype, rank)
-        or each.places.keys() != first.places.keys()
+        or each.coordinates.keys() != first.coordinates.keys()
         for each in parts
     ):
         problems.append(f"ranks hold parts of {name} of different shapes or types")
         return ChunkedTensor(first.values.dtype, first.whole, {})
     for axis, factor in first.factors.items():
-        if (count := len({each.places[axis][:-1] for each in parts})) != factor:
-            problems.append(f"{name} was first cut into {factor} parts, but {count} are there")
+        if (count := len({each.coordinates[axis][:-1] for each in parts})) != factor:
+            problems.append(f"{name} was first cut into {factor} parts, but there are {count}")
     # Sizes along each axis by coordinates; their sums are the offsets of the parts.
-    sizes: dict[int, dict[tuple[int, ...], int]] = {axis: {} for axis in first.places}
+    sizes: dict[int, dict[tuple[int, ...], int]] = {axis: {} for axis in first.coordinates}
     for each in parts:
-        for axis, coordinate in each.places.items():
+        for axis, coordinate in each.coordinates.items():
             size = each.values.shape[axis]
             if sizes[axis].setdefault(coordinate, size) != size:
                 problems.append(f"ranks hold parts of {name} of different sizes at one place")
-    offsets: dict[int, dict[tuple[int, ...], int]] = {}
-    for axis, by_coordinates in sizes.items():
-        ordered = dict(sorted(by_coordinates.items()))
-        offsets[axis] = dict(zip(ordered, accumulate(ordered.values(), initial=0), strict=False))
+    ordered = {axis: dict(sorted(of_axis.items())) for axis, of_axis in sizes.items()}
+    offsets = {
+        axis: dict(zip(of_axis, accumulate(of_axis.values(), initial=0), strict=False))
+        for axis, of_axis in ordered.items()
+    }
     chunks: dict[ChunkOffset, StoredTensor] = {}
     for each in parts:
-        places = {axis: offsets[axis][at] for axis, at in each.places.items()}
-        begin = each.begin or tuple(places.get(axis, 0) for axis in range(rank))
+        starts = {axis: offsets[axis][at] for axis, at in each.coordinates.items()}
+        begin = each.begin or tuple(starts.get(axis, 0) for axis in range(rank))
         if 0 in each.values.shape:
             continue
         sums = {_checksum(each.values), _checksum(chunks.setdefault(begin, each.values))}
@@ -285,8 +287,7 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
     first, found, shapes = ranks[0]
     if len(ranks) > 1:
         shapes = {}
-        held = [own for _, own, _ in ranks]
-        found = {} if universal else _merge_tensor_ranks(folder, first, held)
+        found = {} if universal else _merge_tp_ranks(folder, first, [own for _, own, _ in ranks])
     found |= {file.parent.name: _universal(file, shapes) for file in universal}
     for name, kept in _zero_table(first, "shared_params", folder).items():
         if isinstance(kept, str) and kept in found:
@@ -317,7 +318,7 @@ def _zero_rank(
     return first, found, shapes
 
 
-def _merge_tensor_ranks(
+def _merge_tp_ranks(
     folder: Path, first: Mapping[Any, Any], ranks: Sequence[Mapping[str, Piece]]
 ) -> dict[str, Piece]:
     """Return whole tensors from the parts of tensor-parallel ranks.

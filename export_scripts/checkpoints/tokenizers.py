@@ -17,7 +17,7 @@ from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
 
-_MOST_ID = (1 << 32) - 1  # the tokenizers library's limit
+_MAX_ID = (1 << 32) - 1  # the tokenizers library's limit
 
 _GENERATION = "generation_config.json"
 _END_OF_TEXT = "<|endoftext|>"
@@ -126,10 +126,10 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
         and isinstance(item.get("content"), str)
     }
     for name, token in ids.items():
-        if not 0 <= token <= _MOST_ID:
+        if not 0 <= token <= _MAX_ID:
             raise CheckpointMismatchError(
                 f"{tokenizer.path}: added token {name[:40]!r} has the id {token}, which the "
-                f"tokenizers library refuses; ids are 0 to {_MOST_ID}"
+                f"tokenizers library refuses; ids are 0 to {_MAX_ID}"
             )
     names = json_file(settings)
 
@@ -166,8 +166,8 @@ def check_outside_files(files: Files, checkpoint: Path) -> None:
     if folders[0].parent.name == "snapshots" and cache.name.startswith("models--"):
         folders.append(cache / "blobs")
     problems = [
-        f"{file.path} is refused: it lies outside of the checkpoint and is not a tokenizer's "
-        f"{name}; if you trust it, copy it into the checkpoint"
+        f"{file.path} is refused: it is outside of the checkpoint and not a tokenizer's {name}; if "
+        "you trust it, copy it into the checkpoint"
         for name, file in files.items()
         # Only a member of an archive has a name.
         if not file.name

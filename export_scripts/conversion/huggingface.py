@@ -137,7 +137,7 @@ def choose_candidate(
     raise CheckpointMismatchError(
         [
             *(f"{path} as a {target} {kind}: {reason}" for reason in reasons),
-            f"{path} has no equal in {target}, of which {kind} is nearest{remedy}",
+            f"{path} has no equal in {target}; the nearest is {kind}{remedy}",
         ]
     )
 
@@ -300,7 +300,7 @@ def written_views(
                 entries[key] = int(entry) + 1
             pieces = written.setdefault(key, {})
             if place in pieces and not is_tied:
-                reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
+                reasons.append(f"{key} would also hold {tensor.name}, whose values differ")
             pieces.setdefault(place, (item, view))
     tensors = (
         WrittenTensor(key, tuple(parts), parts[0][0].tensor.dtype, entries=entries.get(key, 0))

@@ -67,7 +67,7 @@ _PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
 _PEFT_KEPT = re.compile(r"\.(?:base_layer|original_module)\.")
 _PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
 # Limits of an adapter's patterns: they are regular expressions, which could backtrack for ever.
-_MOST_PATTERN, _MOST_REPEATED, _MOST_GROUPS = 200, 2, 4
+_MAX_PATTERN, _MAX_REPEATED, _MAX_GROUPS = 200, 2, 4
 _MODULE = r"(.*\.)?({})$"
 # GPT-2's linear layers, which store their matrices as (in, out).
 _CONV1D = re.compile(r"\.(?:c_attn|c_proj|c_fc|q_attn)$")
@@ -314,7 +314,7 @@ def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> lis
         else:
             problems.append(
                 f"{adapter.path}: {key} is {_shapes(old)}, the adapter's factors are "
-                f"{_shapes(change.down)} and {_shapes(change.up)}; expected those of this model"
+                f"{_shapes(change.down)} and {_shapes(change.up)}; expected factors for this model"
             )
     if unknown:
         problems.append(
@@ -692,14 +692,14 @@ def peft_problems(config: Table, where: Path) -> list[str]:
 
 def _is_pattern(pattern: str) -> bool:
     repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
-    if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED:
+    if len(pattern) > _MAX_PATTERN or repeated > _MAX_REPEATED:
         return False
     # A repeated group, or global flags, which are only valid at the beginning of an expression.
     if re.search(r"\)[*+{]|\(\?[aiLmsux]+\)", pattern):
         return False
     try:
         re.compile(pattern)  # alone: it must not close a group of _MODULE
-        return re.compile(_MODULE.format(pattern)).groups <= _MOST_GROUPS + 2
+        return re.compile(_MODULE.format(pattern)).groups <= _MAX_GROUPS + 2
     except re.error:
         return False
 

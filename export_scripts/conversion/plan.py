@@ -317,7 +317,8 @@ def _described_by_huggingface(facts: Facts) -> tuple[SourceMapping, Facts]:
             (mapping, args)
             for mapping in SOURCE_MAPPINGS
             if mapping.family is origin.family and mapping.format == reader.format
-            for args in (mapping.written(config, _is_tied(config)) if mapping.written else ())
+            if mapping.written
+            for args in mapping.written(config, getattr(config, "tie_word_embeddings", False))
         ]
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
@@ -340,10 +341,6 @@ def _described_by_huggingface(facts: Facts) -> tuple[SourceMapping, Facts]:
         if not problems:
             return dataclasses.replace(mapping, obstacles=lambda _: origin.obstacles(own)), found
     raise CheckpointMismatchError(problems)
-
-
-def _is_tied(config: FTConfig) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def differing_fields(mine: Table, theirs: Table) -> Fields:

@@ -38,8 +38,8 @@ _CLASS = "PreTrainedTokenizerFast"
 _FORCED = {"qwen2": "Qwen2Tokenizer"}
 # Settings of the source that do not depend on the form of the vocabulary.
 _KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
-_MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
-_MOST_PIECES = 2000
+_MAX_DIFFERENCES, _MAX_SHOWN = 3, 16
+_MAX_PIECES = 2000
 # Kinds of pieces that are not built by merging others.
 _SYMBOLS = (USER_DEFINED, CONTROL, UNUSED)
 
@@ -306,9 +306,9 @@ def _round_trip_problems(backend: "Tokenizer") -> list[str]:
 
 def _piece_probes(model: Any) -> Iterator[str]:
     """Yield texts made of a SentencePiece model's symbols and pieces."""
-    special = fast_tokenizers.piece_texts(model, *_SYMBOLS)[:_MOST_PIECES]
+    special = fast_tokenizers.piece_texts(model, *_SYMBOLS)[:_MAX_PIECES]
     pieces = fast_tokenizers.piece_texts(model, NORMAL)
-    usual = pieces[:: max(1, len(pieces) // _MOST_PIECES)]
+    usual = pieces[:: max(1, len(pieces) // _MAX_PIECES)]
     yield from special
     yield from (f"x{text}y {text}" for text in special)
     yield "".join(special)
@@ -334,15 +334,15 @@ def _differences(
                 f"{text!r:.80} is decoded as {reference.decode(wanted)!r:.80} by sentencepiece, "
                 f"{back!r:.80}"
             )
-    more = len(found) - _MOST_DIFFERENCES
-    return [f"{each} in a tokenizer.json made from it" for each in found[:_MOST_DIFFERENCES]] + (
+    more = len(found) - _MAX_DIFFERENCES
+    return [f"{each} in a tokenizer.json made from it" for each in found[:_MAX_DIFFERENCES]] + (
         [f"{more} more texts differ"] if more > 0 else []
     )
 
 
 def _shown(ids: Sequence[int]) -> str:
-    more = len(ids) - _MOST_SHOWN
-    return f"{list(ids[:_MOST_SHOWN])}" + (f" and {more} more" if more > 0 else "")
+    more = len(ids) - _MAX_SHOWN
+    return f"{list(ids[:_MAX_SHOWN])}" + (f" and {more} more" if more > 0 else "")
 
 
 def _special_names(

@@ -39,7 +39,6 @@ from export_scripts.families.mapping.sources import (
 from foundations.files.json_content import Fields, Table
 
 EXPERT = "mlp.experts.{expert}."
-SHARED = "mlp.shared."
 CORRECTION = "mlp.router.correction"
 
 

@@ -17,7 +17,7 @@ from foundations.files.json_content import Fields
 
 INTERACTIVE_IDLE_US = 60_000_000  # a session without requests ends after this time
 # Our engine has many sessions at once and refuses those that exceed its memory.
-_MOST_SESSIONS = 1024
+_MAX_SESSIONS = 1024
 # Input of preprocessing -> input of the ensemble.
 _TEXT_INPUTS = {
     "QUERY": "INPUT_0",
@@ -124,7 +124,7 @@ def _sequence_batching(backend: str) -> Fields:
         "max_sequence_idle_microseconds": INTERACTIVE_IDLE_US,
         # A session occupies a whole instance of the C++ backend.
         **(
-            {"oldest": {"max_candidate_sequences": _MOST_SESSIONS}}
+            {"oldest": {"max_candidate_sequences": _MAX_SESSIONS}}
             if backend == "python"
             else {"direct": {}}
         ),

@@ -18,8 +18,8 @@ Layers = tuple[int, ...] | None  # numbers of layers; None: all
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 # With a damaged number of layers, the list of tensors would fill the memory.
-MOST_LAYERS = 10_000
-_MOST_MODULES = 1_000_000  # layers times experts
+MAX_LAYERS = 10_000
+_MAX_MODULES = 1_000_000  # layers times experts
 # Entries of a list per line of config.ini.
 _ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
@@ -95,7 +95,7 @@ class FTConfig:
                 f"{', '.join(WEIGHT_DATA_TYPES)}"
             )
         counts = {name: getattr(self, name) for name in self.INDICES.values()}
-        if max(counts.values()) > MOST_LAYERS or math.prod(counts.values()) > _MOST_MODULES:
+        if max(counts.values()) > MAX_LAYERS or math.prod(counts.values()) > _MAX_MODULES:
             sizes = ", ".join(f"{name} = {count}" for name, count in counts.items())
             found.append(f"{sizes}: more layers than any model has; the configuration is damaged")
         return found

@@ -3,7 +3,7 @@
 from foundations.files.json_content import Table
 
 GENERATION_FILE = "generation_config.json"
-_MOST_ID = (1 << 31) - 1
+_MAX_ID = (1 << 31) - 1
 
 
 def end_tokens(settings: Table, source: object = GENERATION_FILE) -> tuple[int, ...]:
@@ -17,7 +17,7 @@ def end_tokens(settings: Table, source: object = GENERATION_FILE) -> tuple[int, 
     value = settings.get("eos_token_id")
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     for token in tokens:
-        if type(token) is not int or token > _MOST_ID:
+        if type(token) is not int or token > _MAX_ID:
             raise ValueError(
                 f"{source}: eos_token_id = {value!r:.100} is neither a token id nor a list of some"
             )

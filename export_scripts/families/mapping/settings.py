@@ -12,7 +12,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import json_file
 from export_scripts.checkpoints.tokenizers import special_ids
-from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
+from export_scripts.families.layout.config import MAX_LAYERS, ConfigT, FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
@@ -21,8 +21,8 @@ from foundations.files.json_content import Table
 
 REQUIRED = object()  # as a default: the key must be set
 
-_MOST_NAME_BYTES = 120
-_MOST = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
+_MAX_NAME_BYTES = 120
+_MAX_INT = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
 # Key of a special token -> attribute of a config with the token that is used.
 _TOKENS = {
     "bos_token_id": "start_id",
@@ -85,7 +85,7 @@ class Settings:
         value = self.value(*names, default=default)
         if value is None:
             return 1
-        most = MOST_LAYERS if names[0].endswith(("_layer", "_layers")) else _MOST
+        most = MAX_LAYERS if names[0].endswith(("_layer", "_layers")) else _MAX_INT
         if type(value) is not int or not least <= value <= most:
             self.note(
                 f"{names[0]} = {value!r:.100} is not a count; expected a whole "
@@ -191,7 +191,7 @@ class Settings:
             value = next((each for each in value if not _is_negative(each)), None)
         if value is None or _is_negative(value):
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value > _MOST:
+        if isinstance(value, bool) or not isinstance(value, int) or value > _MAX_INT:
             self.note(f"{name} = {value!r} is not a token id")
             return None
         return value
@@ -275,7 +275,7 @@ def model_name(source: Table, family: str) -> str:
     name = name.rstrip("/").rsplit("/", 1)[-1]
     # config.ini allows a short line without special characters.
     name = "".join(each for each in name if each.isprintable() and each not in "%;")
-    return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
+    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore").strip() or family
 
 
 def half_precision_warnings(facts: Facts, config: FTConfig) -> list[str]:

@@ -431,11 +431,11 @@ def rearranged(parts: Parts, view: View) -> Parts:
         return parts
     parts, groups = _split(parts, view.sizes)
     order = [axis for name in view.order for axis in groups[name]]
-    left_out = [axis for name, group in enumerate(groups) for axis in group if axis not in order]
+    omitted = [axis for name, group in enumerate(groups) for axis in group if axis not in order]
     index = view.index
-    for gone in reversed(left_out):
-        index, entry = divmod(index, parts.shape[gone])
-        parts, order = _entry(parts, gone, entry), [axis - (axis > gone) for axis in order]
+    for dropped in reversed(omitted):
+        index, entry = divmod(index, parts.shape[dropped])
+        parts, order = _entry(parts, dropped, entry), [axis - (axis > dropped) for axis in order]
     tensors = tuple(part.transpose(*order) for part in parts.tensors)
     axis = order.index(parts.axis) if len(tensors) > 1 else 0
     if not view.zero_rows:

@@ -79,7 +79,9 @@ def test_a_check_unpacks_no_large_archive(
 
 def test_another_format_has_no_names_within(tmp_path: Path) -> None:
     source = write_model("gpt2", tmp_path / "source")
-    with pytest.raises(ValueError, match="is one huggingface checkpoint; there is none named x"):
+    with pytest.raises(
+        ValueError, match="is a single huggingface checkpoint; it holds none named x"
+    ):
         open_checkpoint(source, name="x")
 
 

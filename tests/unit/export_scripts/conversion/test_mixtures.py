@@ -235,7 +235,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"moe_router_score_function": "sigmoid"}, "router_scores is sigmoid in the model"),
         ({"moe_router_topk_scaling_factor": 2.5}, "routed_scale is 2.5 in the model"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "it affects the routing, too"),
-        ({"moe_router_load_balancing_type": "quantile_balancing"}, "decides the routing too"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "affects the routing, too"),
         ({"moe_layer_freq": [0, 1]}, "layers.0.mlp.linear_fc1.weight is missing"),
         ({"moe_layer_freq": [0, 1, 1]}, "moe_layer_freq = [0, 1, 1]"),
         ({"multi_latent_attention": True, "num_query_groups": 4}, "has no mscale_all_dim"),
@@ -243,7 +243,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"add_bias_linear": True}, "mlp.router.bias is missing"),
         ({"normalization": "LayerNorm"}, "known: rmsnorm"),
         ({"position_embedding_type": "learned_absolute"}, "known: rope"),
-        ({"swiglu": False}, "written with a gate alone"),
+        ({"swiglu": False}, "only written with a gate"),
     ],
 )
 def test_what_no_mixture_of_transformers_computes_is_refused(

@@ -327,7 +327,7 @@ def test_files_outside_of_an_archive_are_taken_only_if_they_are_a_tokenizers(
 ) -> None:
     text = refusal(nemo_naming(tmp_path, vocab, merges), tmp_path)
     name = "vocab.json" if vocab == LOGINS else "merges.txt"
-    assert f"{tmp_path / name} is refused: it lies outside of the checkpoint" in text
+    assert f"{tmp_path / name} is refused: it is outside of the checkpoint" in text
 
 
 def test_tokenizer_outside_of_an_archive_is_carried(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer").symlink_to(tmp_path / "home")
     file = Region(tmp_path / "model" / "tokenizer" / "tokenizer.json")
-    with pytest.raises(CheckpointMismatchError, match="lies outside of the checkpoint"):
+    with pytest.raises(CheckpointMismatchError, match="is outside of the checkpoint"):
         check_outside_files({"tokenizer.json": file}, tmp_path / "model")
 
 
@@ -377,7 +377,7 @@ def test_another_folder_of_snapshots_is_no_hub_cache(shared: Path, tmp_path: Pat
     (tmp_path / "home" / "secret").write_text(NETRC)
     (source / "tokenizer_config.json").unlink(missing_ok=True)
     (source / "tokenizer_config.json").symlink_to(tmp_path / "home" / "secret")
-    assert "lies outside of the checkpoint" in refusal(source, tmp_path)
+    assert "is outside of the checkpoint" in refusal(source, tmp_path)
 
 
 @pytest.mark.parametrize(
