@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.program import ROOT, Cell, Options, run
-from export_scripts.convert import usual_workers
+from export_scripts.convert import default_workers
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
@@ -184,7 +184,7 @@ OPTIONS: Options = {
     "work_dir": {"help": "folder on the disk to measure"},
     "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "sizes in GB (1e9 bytes)"},
     "tp": {**_NUMBER, "help": "inference tensor-parallel size"},
-    "processes": {**_NUMBER, "default": usual_workers(), "help": "workers of this project"},
+    "processes": {**_NUMBER, "default": default_workers(), "help": "workers of this project"},
     "archive": {"type": Path, "help": "a trainer's checkpoint to convert to Hugging Face"},
     "peer_path": {"type": Path, "help": "checkout of FasterTransformer"},
     "peer_processes": {"type": int, "nargs": "+", "default": [1, 2]},

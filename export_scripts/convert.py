@@ -19,7 +19,7 @@ from foundations.values import keys_of
 _MAX_WORKERS = 8
 
 
-def usual_workers() -> int:
+def default_workers() -> int:
     """Return the default number of workers: one per core that this process may use, at most 8."""
     return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
@@ -52,7 +52,7 @@ def convert_parser() -> argparse.ArgumentParser:
         parser.add_argument(OPTION_NAMES[field], dest=field, help=text, **facts)
 
     count = {"type": int, "metavar": "N"}
-    workers = usual_workers()
+    workers = default_workers()
     add("checkpoint_path", "source: a .nemo archive, a folder, or the id of a model in the cache "
         "of the Hugging Face hub", type=Path, required=True, metavar="PATH")  # fmt: skip
     add("checkpoint_name", "name or pattern of one of several checkpoints in that folder "

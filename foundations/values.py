@@ -199,7 +199,7 @@ def _absolute(text: str) -> str:
     return str(path.resolve() if ".." in path.parts else path)
 
 
-def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
+def build_record(root: type[_Record], values: Mapping[str, Any]) -> _Record:
     """Return a dataclass, including nested ones, from values by dotted key.
 
     Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import read_small
 from export_scripts.checkpoints.partitioned import parse_rank_folder
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from stages.convert import CHECKPOINT_FOLDERS
 
 _UNFINISHED = "-unfinished"
@@ -48,7 +48,7 @@ class _Layout:
     model: str = ""
 
 
-_LAYOUTS = [_Layout(**row) for row in read_own_table(Path(__file__).with_suffix(".yaml"))]
+_LAYOUTS = [_Layout(**row) for row in read_table(Path(__file__).with_suffix(".yaml"))]
 
 
 @dataclass(frozen=True)

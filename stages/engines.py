@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.request import PEFT_CONFIG
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from inference.server.openai_server import MODEL_FIELD
 
 # Fields of a command for several nodes: the rendezvous address on the first node.
@@ -14,7 +14,7 @@ HEAD_FIELD, HEAD_PORT_FIELD = "{head}", "{head_port}"
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; other users could read a token in a command line
 # Options of `vllm serve` that other configuration keys decide.
-OWN_VLLM_OPTIONS: dict[str, str] = read_own_table(Path(__file__).with_name("vllm_options.yaml"))
+OWN_VLLM_OPTIONS: dict[str, str] = read_table(Path(__file__).with_name("vllm_options.yaml"))
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 

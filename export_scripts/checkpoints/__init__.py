@@ -13,7 +13,7 @@ from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.checkpoints.huggingface import (
     foreign_weights,
     is_huggingface,
-    is_trained,
+    is_trainer_checkpoint,
     open_huggingface,
     open_sharded,
     snapshot_folder,
@@ -36,7 +36,7 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReade
     "eleuther": (layer_directory, open_eleuther),
     "bridge": (is_bridge, open_bridge),
     "nemo": (is_nemo, open_nemo),
-    "torch_dcp": (is_trained, open_sharded),
+    "torch_dcp": (is_trainer_checkpoint, open_sharded),
     "megatron": (is_megatron, open_megatron),
 }
 

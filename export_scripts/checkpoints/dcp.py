@@ -32,7 +32,7 @@ _STORAGE_INFO = (
 )
 
 
-class _OddIndexError(ValueError):
+class _MalformedIndexError(ValueError):
     """The index holds an object that torch does not write."""
 
 
@@ -91,7 +91,7 @@ class ShardedIndex:
             [f"the chunk of {name} at {list(begin)} is in no file" for name, begin in lost],
             f"{index}: ",
         )
-        problems += _lost_files(container, [entries[each] for each in places if each in entries])
+        problems += _missing_files(container, [entries[each] for each in places if each in entries])
         refuse(problems)
         tensors = {}
         for name, shape in shapes.items():
@@ -125,13 +125,13 @@ def read_index(container: Container) -> ShardedIndex:
         tree = unpickle(stream, source=str(index))
     try:
         return ShardedIndex(container, dict(_tensors(tree)), dict(_entries(tree)))
-    except (_OddIndexError, KeyError, TypeError) as error:
+    except (_MalformedIndexError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"{index} is not the index of a distributed checkpoint: {error}"
         ) from error
 
 
-def _lost_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
+def _missing_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
     """Return a problem for each missing or truncated file of the given chunks."""
     ends: dict[str, list[int]] = {}
     for file, offset, size in entries:
@@ -166,19 +166,19 @@ def _state(value: Any, *qualified_names: str) -> Table:
         or value.qualified_name not in qualified_names
         or not isinstance(value.state, Mapping)
     ):
-        raise _OddIndexError(f"{value!r:.80} in place of a {qualified_names[0]}")
+        raise _MalformedIndexError(f"{value!r:.80} in place of a {qualified_names[0]}")
     return value.state
 
 
 def _table(state: Table, key: str) -> Mapping[Any, Any]:
     if not isinstance(state.get(key), Mapping):
-        raise _OddIndexError(f"{key} is not a table")
+        raise _MalformedIndexError(f"{key} is not a table")
     return state[key]  # type: ignore[no-any-return]
 
 
 def _numbers(value: Any) -> Shape:
     if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
-        raise _OddIndexError(f"{value!r:.80} in place of sizes")
+        raise _MalformedIndexError(f"{value!r:.80} in place of sizes")
     return value
 
 
@@ -191,18 +191,18 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
         kind = properties[0] if isinstance(properties, tuple) and properties else None
         dtype = kind.dtype if isinstance(kind, StorageType) else ""
         if not isinstance(name, str):
-            raise _OddIndexError(f"{name!r:.80} in place of a name")
+            raise _MalformedIndexError(f"{name!r:.80} in place of a name")
         whole = _numbers(state["size"])
         chunks: dict[ChunkOffset, Shape] = {}
         for chunk in state["chunks"]:
             box = _state(chunk, f"{_MODULE}.ChunkStorageMetadata")
             begin, size = _numbers(box["offsets"]), _numbers(box["sizes"])
             if not len(begin) == len(size) == len(whole):
-                raise _OddIndexError(f"a chunk of {name} has other axes than the whole")
+                raise _MalformedIndexError(f"a chunk of {name} has other axes than the whole")
             if 0 in size and 0 not in whole:
                 continue  # a rank that has no part of a small tensor
             if chunks.setdefault(begin, size) != size:
-                raise _OddIndexError(f"{name} has two chunks at {list(begin)}")
+                raise _MalformedIndexError(f"{name} has two chunks at {list(begin)}")
         yield name, _Shape(dtype, whole, chunks)
 
 
@@ -214,7 +214,7 @@ def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
         file = state["relative_path"]
         offset, size = _numbers((state["offset"], state["length"]))
         if not isinstance(name, str) or not isinstance(file, str):
-            raise _OddIndexError(f"{name!r:.80} is not in a file")
+            raise _MalformedIndexError(f"{name!r:.80} is not in a file")
         if state.get("transform_descriptors"):
             raise CheckpointMismatchError(
                 f"{file}: {name} is compressed or transformed ({state['transform_descriptors']}), "

@@ -96,7 +96,7 @@ def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
     """
     found = {
         name: tensor
-        for name, tensor in index.tensors(_is_of_model).items()
+        for name, tensor in index.tensors(_belongs_to_model).items()
         if tensor.shape or tensor.dtype in FLOATING_TYPES  # an integer scalar counts steps
     }
     where = str(index.container)
@@ -115,12 +115,12 @@ def without_prefixes(found: Mapping[str, _Value], where: object) -> dict[str, _V
     return {names[name]: value for name, value in found.items()}
 
 
-def _is_of_model(name: str) -> bool:
+def _belongs_to_model(name: str) -> bool:
     """Return whether a tensor belongs to the model, not to its training."""
     return not _TRAINING.search(name)
 
 
-def states_arguments(container: Container) -> bool:
+def has_arguments(container: Container) -> bool:
     """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
     return has_sizes(_common(container))
 
@@ -187,8 +187,8 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     for name, tensor in found.items():
         named = {
             _EXPERT.sub(r"\1.local_experts.", expert): values
-            for layer, each in _apart(name, tensor, _STACKED, "")
-            for expert, values in _apart(layer, each, _EXPERTS, "local_experts.")
+            for layer, each in _unstacked(name, tensor, _STACKED, "")
+            for expert, values in _unstacked(layer, each, _EXPERTS, "local_experts.")
         }
         twice += [f"{each} occurs twice, once in {name}" for each in named if each in tensors]
         tensors |= named
@@ -196,7 +196,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     return tensors
 
 
-def _apart(
+def _unstacked(
     name: str, tensor: ChunkedTensor, stacked: re.Pattern[str], kind: str
 ) -> list[tuple[str, ChunkedTensor]]:
     """Return the entries of a stacked tensor by name, or a tensor that is not stacked."""

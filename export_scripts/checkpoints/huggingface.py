@@ -110,7 +110,7 @@ def snapshot_folder(path: Path) -> Path:
     return found[0] if len(found) == 1 else path
 
 
-def is_trained(path: Path) -> bool:
+def is_trainer_checkpoint(path: Path) -> bool:
     """Return whether a path looks like a trainer's checkpoint without a config.json."""
     if path.is_file():
         is_lone = path.suffix in _LONE and path.name not in FILE_NAMES
@@ -188,13 +188,13 @@ def index_huggingface(
         settings_dir=settings,
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
-        remarks=(*configuration.remarks, *_left_out(path)),
+        remarks=(*configuration.remarks, *_adapter_remarks(path)),
     )
     problems = listed(problems) or listed(_misplaced(path, index, tensors))
     return reader if problems else in_huggingface_names(reader), problems
 
 
-def _left_out(path: Path) -> list[str]:
+def _adapter_remarks(path: Path) -> list[str]:
     """Return a remark on each adapter next to a model's weights, which may include it already."""
     return [
         f"{each} is next to the model's weights and left out: to merge it, name it in --lora "

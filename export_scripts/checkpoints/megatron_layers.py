@@ -156,7 +156,7 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         )
     blocks = [*_BLOCK.finditer(layers)]
     settings = {
-        name: _of_attention(config.get(name), name, [block.start() for block in blocks])
+        name: _per_block(config.get(name), name, [block.start() for block in blocks])
         for name in _SHARED_PATTERNS
     }
     settings["num_layers"] = len(blocks)
@@ -226,7 +226,7 @@ _SHARED_PATTERNS = {
 }
 
 
-def _of_attention(value: Any, key: str, layers: Sequence[int]) -> Any:
+def _per_block(value: Any, key: str, layers: Sequence[int]) -> Any:
     """Return a setting with an entry for each block, that of the block's first layer."""
     if isinstance(value, list) and len(value) > max(layers):
         return [value[layer] for layer in layers]

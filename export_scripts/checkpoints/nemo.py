@@ -190,7 +190,7 @@ def _find_weights(
         if name.rpartition("/")[0] in inside and name.endswith(".ckpt")
     }
     if asked:
-        name = _asked_name(container.path, every, asked)
+        name = _matching_name(container.path, every, asked)
     elif WEIGHTS_NAME in every:
         name = WEIGHTS_NAME
     else:
@@ -210,7 +210,7 @@ def _model(tree: _Tree) -> _Tree:
     return {key: {"model": part} for key, part in parts.items()} or tree
 
 
-def _asked_name(path: Path, every: Files, asked: str) -> str:
+def _matching_name(path: Path, every: Files, asked: str) -> str:
     """Return the name of the weight files that the user's name or pattern matches."""
     found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
     found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]

@@ -33,7 +33,7 @@ from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, listed, refuse
 from foundations.files.json_content import Table
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -141,7 +141,7 @@ def with_plain_weights(
 @functools.cache
 def known_settings(what: str) -> frozenset[str]:
     """Return the known settings of a method, or of a part of it (quantization_settings.yaml)."""
-    table = read_own_table(Path(__file__).with_name("quantization_settings.yaml"))
+    table = read_table(Path(__file__).with_name("quantization_settings.yaml"))
     return frozenset(str(table[what]).split())
 
 

@@ -38,8 +38,8 @@ from export_scripts.checkpoints.dcp import INDEX_NAME, read_index
 from export_scripts.checkpoints.distributed import (
     CORE_TABLE,
     METADATA_NAME,
+    has_arguments,
     model_tensors,
-    states_arguments,
     without_prefixes,
 )
 from export_scripts.checkpoints.megatron import LATEST_NAME
@@ -55,7 +55,7 @@ from export_scripts.checkpoints.rank_files import (
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Fields
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -125,7 +125,7 @@ def _states_settings(folder: Path, *, is_given: bool) -> bool:
         return has_description
     if any((folder / name).is_file() for name in _STATED):
         return True
-    return (has_description or is_given) and states_arguments(open_container(folder))
+    return (has_description or is_given) and has_arguments(open_container(folder))
 
 
 def settings_folder(path: Path) -> Path | None:
@@ -240,7 +240,7 @@ _IN_MEMORY = "transformers"  # transformers' names in memory, which no tensor id
 
 @functools.cache
 def _trainers() -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], read_own_table(Path(__file__).with_name("trainer_names.yaml")))
+    return cast(Mapping[str, Any], read_table(Path(__file__).with_name("trainer_names.yaml")))
 
 
 def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:

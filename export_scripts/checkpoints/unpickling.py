@@ -229,7 +229,7 @@ def _check_type(kind: Any) -> None:
         )
 
 
-def _stored(
+def _rebuild_tensor(
     storage: Any,
     offset: Any,
     shape: Any,
@@ -275,7 +275,7 @@ def _stored(
     return tensor
 
 
-def _with_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     """Return a plain tensor, or the size and the state of one that wraps others."""
     if not isinstance(rebuild, type):
         return rebuild(*args)
@@ -300,13 +300,13 @@ _KNOWN: Fields = {
     "collections.OrderedDict": _Ordered,
     "typing.OrderedDict": _Ordered,
     "torch.Size": tuple,
-    "torch._utils._rebuild_tensor": _stored,
-    "torch._utils._rebuild_tensor_v2": _stored,
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     # The type follows the hooks.
-    "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(
+    "torch._utils._rebuild_tensor_v3": lambda *facts: _rebuild_tensor(
         *facts[:6], *facts[7:], kind=facts[6]
     ),
-    "torch._tensor._rebuild_from_type_v2": _with_type,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     **{f"torch.{name}": StorageType(key) for key, (_, name, _) in SOURCE_TYPES.items()},

@@ -77,7 +77,7 @@ def check_conversion(request: ConversionRequest) -> list[str]:
         return problems
     try:
         if not _is_slow_to_open(request):
-            _planned(request)
+            _plan(request)
     except ValueError as error:
         path = str(request.checkpoint_path)
         return [
@@ -134,7 +134,7 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
         refuse(_folder_problems(request, paths, identity))
         try:
             paths.scratch.mkdir()
-            plan = _planned(request, paths.scratch)
+            plan = _plan(request, paths.scratch)
             if not is_held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
@@ -143,7 +143,7 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
         return _summary(paths, started, written_bytes=written_bytes)
 
 
-def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> ConversionPlan:
+def _plan(request: ConversionRequest, scratch_dir: Path | None = None) -> ConversionPlan:
     plan = plan_conversion(request, scratch_dir=scratch_dir)
     if request.has_shards:
         return plan
@@ -173,7 +173,7 @@ def _identity(request: ConversionRequest) -> str:
     facts = {
         "version": __version__,
         "sources": [
-            (name, _source_print(path, settings=request.model_config))
+            (name, _source_fingerprint(path, settings=request.model_config))
             for name, path in request.sources
         ],
         **{
@@ -184,7 +184,7 @@ def _identity(request: ConversionRequest) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _source_print(path: Path, *, settings: Path | None = None) -> str:
+def _source_fingerprint(path: Path, *, settings: Path | None = None) -> str:
     if not path.is_dir():
         return fingerprint_files([path])
     # Other hidden files belong to version control or an editor.
@@ -249,12 +249,14 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
             "format": reader.format,
             "origin": reader.origin or plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
-            "fingerprint": _source_print(request.checkpoint_path, settings=request.model_config),
+            "fingerprint": _source_fingerprint(
+                request.checkpoint_path, settings=request.model_config
+            ),
             # A Hugging Face folder that is made from the shards gets these settings again.
             **({"settings": inherited_settings(plan)} if request.has_shards else {}),
         },
         "lora": [
-            {"path": str(path.absolute()), "fingerprint": _source_print(path)}
+            {"path": str(path.absolute()), "fingerprint": _source_fingerprint(path)}
             for path in request.lora_checkpoints
         ],
         "family": plan.mapping.family.name,

@@ -96,7 +96,7 @@ def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
     remarks = _check_rows(plan, json_table(files[_WHOLE], _WHOLE)) if _WHOLE in files else ()
     if _WHOLE in files and (is_given or "tokenizer_class" not in settings):
         files[SETTINGS_FILE] = json_bytes({**settings, "tokenizer_class": _CLASS})
-    return {_own_name(plan, name): data for name, data in files.items()}, remarks
+    return {_copied_name(plan, name): data for name, data in files.items()}, remarks
 
 
 def _check_class(plan: ConversionPlan, settings: Table) -> None:
@@ -128,7 +128,7 @@ def _is_huggingface(plan: ConversionPlan) -> bool:
     return any(each.name == origin and each.format == "huggingface" for each in SOURCE_MAPPINGS)
 
 
-def _own_name(plan: ConversionPlan, name: str) -> str:
+def _copied_name(plan: ConversionPlan, name: str) -> str:
     """Return a copied file's name in the source's folder, or the name that transformers reads."""
     if plan.facts.reader.format == "huggingface" and "/" not in name:
         own = plan.facts.tokenizer.get(name)
@@ -204,7 +204,7 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 def _built_files(
     plan: ConversionPlan, files: Mapping[str, bytes], settings: Table
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    backend, unknown = _compared(files, _stated_case(plan, settings))
+    backend, unknown = _checked_tokenizer(files, _stated_case(plan, settings))
     _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
     special = {
         token.content: index
@@ -242,7 +242,9 @@ def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
     return flag if isinstance(flag, bool) else stated
 
 
-def _compared(files: Mapping[str, bytes], is_lower: bool | None) -> tuple["Tokenizer", str | None]:
+def _checked_tokenizer(
+    files: Mapping[str, bytes], is_lower: bool | None
+) -> tuple["Tokenizer", str | None]:
     """Return a tokenizer built from a source's files, and its unknown token.
 
     A SentencePiece model is compared with its library. GPT-2's byte pairs, which the source's

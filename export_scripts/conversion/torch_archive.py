@@ -25,7 +25,7 @@ class Global(str):
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class PickledObject:
     """An object that a pickle builds: a function's result, or an instance with a state."""
 
     function: str
@@ -49,7 +49,7 @@ def pickled(value: Any) -> bytes:
 def _opcodes(value: Any) -> Iterator[bytes]:
     if isinstance(value, Global):
         yield "c{}\n{}\n".format(*value.rsplit(".", 1)).encode()
-    elif isinstance(value, Made):
+    elif isinstance(value, PickledObject):
         yield from _opcodes(Global(value.function))
         yield from _opcodes(value.arguments)
         if value.state is None:
@@ -62,16 +62,16 @@ def _opcodes(value: Any) -> Iterator[bytes]:
         yield from _opcodes(("storage", Global(value.kind), "0", "cpu", value.count))
         yield b"Q"
     elif isinstance(value, dict):
-        yield from (b"}(", *(code for pair in value.items() for code in _each(pair)), b"u")
+        yield from (b"}(", *(code for pair in value.items() for code in _all_opcodes(pair)), b"u")
     elif isinstance(value, list):
-        yield from (b"](", *_each(value), b"e")
+        yield from (b"](", *_all_opcodes(value), b"e")
     elif isinstance(value, tuple):
-        yield from (b"(", *_each(value), b"t")
+        yield from (b"(", *_all_opcodes(value), b"t")
     else:  # without the opcodes of protocol and end
         yield pickle.dumps(value, 2)[2:-1]
 
 
-def _each(values: Iterable[Any]) -> Iterator[bytes]:
+def _all_opcodes(values: Iterable[Any]) -> Iterator[bytes]:
     for value in values:
         yield from _opcodes(value)
 

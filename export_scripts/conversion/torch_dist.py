@@ -25,7 +25,13 @@ from export_scripts.conversion.huggingface import (
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import HYBRID
 from export_scripts.conversion.tensor_plan import WrittenFile, WrittenTensor
-from export_scripts.conversion.torch_archive import Archive, Global, Made, StoredValues, pickled
+from export_scripts.conversion.torch_archive import (
+    Archive,
+    Global,
+    PickledObject,
+    StoredValues,
+    pickled,
+)
 from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size, strides
 from foundations.errors import CheckpointMismatchError, refuse
@@ -101,7 +107,7 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     }
     args = {**args, **_RUN, "bf16": kind == "bf16", "fp16": kind == "fp16"}
     common = {
-        "args": Made("argparse.Namespace", state=args),
+        "args": PickledObject("argparse.Namespace", state=args),
         "checkpoint_version": 3.0,
         "iteration": 0,
     }
@@ -215,11 +221,11 @@ def _place(name: str, args: Table, *, is_stacked: bool) -> _Place:
     return _Place(name, *(tuple(each[n] for each in axes) for n in (0, 1)))
 
 
-def _tensor(shape: Shape, kind: str) -> Made:
+def _tensor(shape: Shape, kind: str) -> PickledObject:
     """Return a tensor whose values are its archive's storage."""
     storage = StoredValues(f"torch.{_STORAGES[kind]}", math.prod(shape))
-    rest = (0, shape, strides(shape), False, Made("collections.OrderedDict"))
-    return Made("torch._utils._rebuild_tensor_v2", (storage, *rest))
+    rest = (0, shape, strides(shape), False, PickledObject("collections.OrderedDict"))
+    return PickledObject("torch._utils._rebuild_tensor_v2", (storage, *rest))
 
 
 def _index(
@@ -227,27 +233,31 @@ def _index(
     kind: str,
     entries: Mapping[tuple[str, Shape], tuple[str, int, int]],
     objects: Sequence[bytes],
-) -> Made:
+) -> PickledObject:
     """Return torch's index of the tensors, and of the objects at the beginning of the first file.
 
     These are the extra state, which all modules share, and the common state.
     """
 
-    def size(values: Shape) -> Made:
-        return Made("torch.Size", (values,))
+    def size(values: Shape) -> PickledObject:
+        return PickledObject("torch.Size", (values,))
 
-    def entry(name: str, offset: Shape | None, place: tuple[str, int, int]) -> tuple[Made, Made]:
+    def entry(
+        name: str, offset: Shape | None, place: tuple[str, int, int]
+    ) -> tuple[PickledObject, PickledObject]:
         begin = None if offset is None else size(offset)
         key = {"fqn": name, "offset": begin, "index": None}
         value = dict(zip(("relative_path", "offset", "length"), place, strict=True))
         where = "torch.distributed.checkpoint.filesystem._StorageInfo"
-        return Made(f"{_METADATA}MetadataIndex", state=key), Made(where, state=value)
+        return PickledObject(f"{_METADATA}MetadataIndex", state=key), PickledObject(
+            where, state=value
+        )
 
     properties = (
         Global(f"torch.{SOURCE_TYPES[kind][1]}"),
-        Made("torch.serialization._get_layout", ("torch.strided",)),
+        PickledObject("torch.serialization._get_layout", ("torch.strided",)),
         False,
-        Made(f"{_METADATA}_MEM_FORMAT_ENCODING", (0,)),
+        PickledObject(f"{_METADATA}_MEM_FORMAT_ENCODING", (0,)),
         False,
     )
     table: dict[str, Fields] = {}
@@ -256,13 +266,13 @@ def _index(
         described = table.setdefault(
             place.name,
             {
-                "properties": Made(f"{_METADATA}TensorProperties", state=properties),
+                "properties": PickledObject(f"{_METADATA}TensorProperties", state=properties),
                 "size": size((*place.counts, *shape)),
                 "chunks": [],
             },
         )
         chunk = dict(zip(("offsets", "sizes"), map(size, place.box(shape)), strict=True))
-        described["chunks"].append(Made(f"{_METADATA}ChunkStorageMetadata", state=chunk))
+        described["chunks"].append(PickledObject(f"{_METADATA}ChunkStorageMetadata", state=chunk))
         if match := _STATEFUL.match(place.name):
             states[place.state(match[1])] = None
             if match[1].endswith(_QKV):
@@ -273,10 +283,10 @@ def _index(
     metadata = {
         "state_dict_metadata": {
             **{
-                name: Made(f"{_METADATA}TensorStorageMetadata", state=described)
+                name: PickledObject(f"{_METADATA}TensorStorageMetadata", state=described)
                 for name, described in table.items()
             },
-            **dict.fromkeys(places, Made(f"{_METADATA}BytesStorageMetadata", state={})),
+            **dict.fromkeys(places, PickledObject(f"{_METADATA}BytesStorageMetadata", state={})),
         },
         "planner_data": None,
         "storage_data": dict(
@@ -286,7 +296,7 @@ def _index(
             ]
         ),
     }
-    return Made(f"{_METADATA}Metadata", state=metadata)
+    return PickledObject(f"{_METADATA}Metadata", state=metadata)
 
 
 def _switches(args: Table) -> list[str]:

@@ -53,7 +53,7 @@ class BertConfig(FTConfig):
         activation, gated = activation_choice(self.activation_type)
         if gated:
             raise ValueError(f"activation_type = {self.activation_type}: BERT folders hold no gate")
-        return self.built(
+        return self.build_architecture(
             EncoderArchitecture, activation=activation, layernorm_eps=self.layer_norm_eps
         )
 
@@ -88,7 +88,7 @@ def _config(facts: Facts) -> BertConfig:
     settings = Settings(source)
     values = _SETTINGS.read(settings)
     hidden = values.pop("hidden")
-    return settings.built(
+    return settings.build_config(
         BertConfig,
         facts,
         **values | {"activation_type": values["activation_type"].lower()},

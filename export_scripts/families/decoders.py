@@ -18,7 +18,7 @@ from export_scripts.families.mapping.names import known_names
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 
 _FT_FAMILIES = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
 _FAMILIES = {each.name: each for each in (*_FT_FAMILIES, DENSE, mixture.MIXTURE, hybrid.HYBRID)}
@@ -102,7 +102,7 @@ def _as_tuples(table: Table) -> Fields:
 
 
 def _mappings() -> dict[str, SourceMapping]:
-    records = read_own_table(Path(__file__).with_suffix(".yaml"))
+    records = read_table(Path(__file__).with_suffix(".yaml"))
     lists, usual = records.pop(".keys"), known_names()["huggingface"]
     return {
         name: _decoder(name, _with_base(name, records), lists, usual).mapping()

@@ -28,7 +28,7 @@ class GPTJConfig(DecoderConfig):
 
     def architecture(self) -> DecoderArchitecture:
         """Return the decoder."""
-        return self.built(
+        return self.build_architecture(
             DecoderArchitecture,
             kv_head_num=self.head_num,
             position="rotary_interleaved",

@@ -44,7 +44,7 @@ def _jax_config(facts: Facts) -> GPTJConfig:
     rotary = min(rotary, size_per_head if is_stated else size_per_head // 2 * 2)
     rotary = checked_rotary(settings, "rotary_embedding (pe_rotary_dims)", rotary, size_per_head)
     ids, keys = facts.special_ids(), facts.keys()
-    return settings.built(
+    return settings.build_config(
         GPTJConfig,
         facts,
         model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",

@@ -55,7 +55,7 @@ class GPTNeoXConfig(DecoderConfig):
 
     def architecture(self) -> DecoderArchitecture:
         """Return the decoder."""
-        return self.built(
+        return self.build_architecture(
             DecoderArchitecture,
             kv_head_num=self.head_num,
             position="rotary_half",
@@ -183,13 +183,13 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
         settings.note(f"num-kv-heads = {groups!r}: FT has one key/value head per head")
     if others := _sparse_layers(settings.source):
         settings.note(f"attention-config has {', '.join(others)}: FT attends to all positions")
-    assumed = not _is_whole(settings.source)
+    assumed = not _is_training_config(settings.source)
     hidden = facts.size(_WTE, 1)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
     size_per_head = settings.divide(hidden, heads, "hidden size by heads")
     ids, keys = facts.special_ids(), facts.keys()
-    return settings.built(
+    return settings.build_config(
         GPTNeoXConfig,
         facts,
         model_name="gptneox",
@@ -208,7 +208,7 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     )
 
 
-def _is_whole(config: Table) -> bool:
+def _is_training_config(config: Table) -> bool:
     """Return whether a configuration is a training run's, in which absent keys have defaults.
 
     A run must state rotary positions, which are not the default. A file without pos-emb is a
@@ -235,7 +235,7 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
         return given
     if facts.has(_FREQUENCIES):
         return 2 * facts.size(_FREQUENCIES, 0)
-    if "rotary-pct" not in settings.source and not _is_whole(settings.source):
+    if "rotary-pct" not in settings.source and not _is_training_config(settings.source):
         settings.problems.append(
             f"{settings.label} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "
             "state --set rotary_embedding=.."
@@ -271,7 +271,7 @@ _ELEUTHER_WEIGHTS: Sources = {
 
 def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Sources:
     """Return each tensor's source; the head of a tied model is its embedding."""
-    untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
+    untied = facts.config.get("no-weight-tying", not _is_training_config(facts.config))
     if facts.has(_HEAD) or untied is not False:
         return _ELEUTHER_WEIGHTS
     return {**_ELEUTHER_WEIGHTS, "model.lm_head.weight": Copy(_WTE, cut=0)}
@@ -279,7 +279,7 @@ def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Sources:
 
 def _eleuther_warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
     assumed = []
-    if "gpt-j-residual" not in facts.config and not _is_whole(facts.config):
+    if "gpt-j-residual" not in facts.config and not _is_training_config(facts.config):
         assumed.append(
             "configs/*.yml does not set gpt-j-residual; the parallel residual of GPT-NeoX-20B is "
             "assumed (--set use_gptj_residual=0 for the other)"

@@ -403,7 +403,7 @@ def core_experts(traits: MegatronTraits) -> Fields:
         else per_token > 1,
         "router_scores": scores,
         "has_router_correction": not is_softmax,
-        "routed_scale": core.number(settings, "moe_router_topk_scaling_factor") or 1.0,
+        "routed_scale": core.optional_number(settings, "moe_router_topk_scaling_factor") or 1.0,
         **(groups if groups.get("group_num", 1) > 1 else {}),
     }
 
@@ -423,7 +423,9 @@ def _core_latent(traits: MegatronTraits) -> Fields:
     factor = settings.number("rotary_scaling_factor")
     for name in ("mscale", "mscale_all_dim"):
         settings.value(name)
-    mscale, all_dim = (core.number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    mscale, all_dim = (
+        core.optional_number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim")
+    )
     # Overrides what settings of plain attention may have set.
     scaling: Fields = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
     if kind == "yarn":
@@ -474,8 +476,8 @@ def _core_config(facts: Facts) -> MixtureConfig:
             "has_expert_bias": traits.bias,
             "has_sinks": traits.source.get("softmax_type") in _SINKS,
             "gate_alpha": _QUICK_GELU if traits.activation == "quick_gelu" else 1.0,
-            "gate_offset": core.number(settings, "glu_linear_offset") or 0.0,
-            "gate_limit": core.number(settings, "activation_func_clamp_value"),
+            "gate_offset": core.optional_number(settings, "glu_linear_offset") or 0.0,
+            "gate_limit": core.optional_number(settings, "activation_func_clamp_value"),
             "dense_layers": dense,
             "dense_inter_size": traits.inter_size if dense else 0,
             "has_shared_gate": facts.has(gate)

@@ -134,7 +134,7 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
         sections = parse_ini(path.read_text(encoding="utf-8"))
         _refuse_experts(sections)
         family = family_of(sections)
-        _settle_tensor_para_size(sections[family.config.SECTION], ft_dir)
+        _set_tensor_para_size(sections[family.config.SECTION], ft_dir)
         files = {entry.name for entry in ft_dir.glob("*.bin")}
         return family, family.config.from_sections(sections, files)
     except OSError as error:
@@ -162,7 +162,7 @@ def _refuse_experts(sections: Sections) -> None:
                 )
 
 
-def _settle_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:
+def _set_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:
     """Set tensor_para_size from the folder if config.ini omits it.
 
     NVIDIA's converters of GPT-J, GPT-NeoX, OPT and T5 omit it. If the folder is not named <N>-gpu,

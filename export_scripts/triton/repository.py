@@ -227,7 +227,7 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
     models = [_served_model(request, model_type)]
     if tokenizer is not None:
         models += _text_models(request, models[0].signature, model_type, config, tokenizer)
-    if not request.overwrite and (differing := _differing(request, models)):
+    if not request.overwrite and (differing := _conflicts(request, models)):
         raise ValueError("\n".join(differing))
     return [write_model(request.model_dir.parent, model) for model in models]
 
@@ -353,7 +353,7 @@ def _text_models(
             _PREPROCESSING: (signature.PREPROCESSING, before),
             _POSTPROCESSING: (signature.postprocessing(model), after),
         }
-        around, outer = ENSEMBLE, signature.ensemble(model, keeps_sessions=request.interactive)
+        around, outer = ENSEMBLE, signature.ensemble(model, has_sessions=request.interactive)
         steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
     else:
         parts = {_TOKENIZER: (signature.TOKENIZER, before)}
@@ -403,7 +403,7 @@ def _token_id(config: FTConfig, *names: str) -> int | None:
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
-def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
+def _conflicts(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
     paths = {request.model_dir.parent / each.name / CONFIG_FILE: each for each in models}
     return [
         f"{path} exists with another configuration; set overwrite=true to replace it, or choose "

@@ -129,13 +129,13 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
 CHOICES, SCORES = map(declared, ("choices", "scores"))
 
 
-def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
+def ensemble(model: ModelSignature, *, has_sessions: bool = False) -> ModelSignature:
     """Return the signature of an ensemble, from text to text, around a generation model.
 
-    With `keeps_sessions`, the model has the shapes of `interactive`, and so do the texts.
+    With `has_sessions`, the model has the shapes of `interactive`, and so do the texts.
     """
     text = declared("ensemble")
-    text = with_leading_axis(text) if keeps_sessions else text
+    text = with_leading_axis(text) if has_sessions else text
     options = tuple(
         replace(tensor, reshape=None)
         for tensor in model.inputs

@@ -8,7 +8,7 @@ from typing import Any
 
 from foundations.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from foundations.job_options import JOB_KEYS
-from foundations.values import built, keys_of
+from foundations.values import build_record, keys_of
 from inference.certify.options import CertifySection
 
 # Keys of the section that are positional, spelled differently, or only for a job.
@@ -78,7 +78,7 @@ def _section(values: dict[str, Any]) -> CertifySection:
     if folder is None and ("endpoint" not in values if source else training is None):
         raise ValueError("name SOURCE and FOLDER, or SOURCE or --training FILE with --endpoint URL")
     sibling = Path(str(folder or source or training)).absolute()
-    return built(
+    return build_record(
         CertifySection,
         {"output_dir": str(sibling.with_name(f"{sibling.name}.certificate")), **values},
     )

@@ -17,7 +17,7 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from export_scripts.families.mapping.text_models import has_images
+from export_scripts.families.mapping.text_models import is_vision_language
 from inference.certify.activations import (
     LOGITS,
     OUTPUT,
@@ -52,7 +52,7 @@ def load_huggingface(
     kind, options = library.AutoModelForCausalLM, {}
     has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
     answers = getattr(architecture, "decoder_num_layer", 0) > 0
-    if has_images(json_file(path / CONFIG_NAME)):
+    if is_vision_language(json_file(path / CONFIG_NAME)):
         kind = library.AutoModelForImageTextToText
     elif isinstance(architecture, EncoderArchitecture):
         kind, options = library.AutoModel, {"add_pooling_layer": False}

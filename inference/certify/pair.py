@@ -51,7 +51,7 @@ from export_scripts.conversion.request import OPTION_NAMES
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.text_models import has_images
+from export_scripts.families.mapping.text_models import is_vision_language
 from export_scripts.numeric.arrays import to_float32
 from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
@@ -403,7 +403,8 @@ def _images(source: CheckpointReader, folder: CheckpointReader) -> Iterator[Rema
     names = [
         name
         for name, side in (("source", source), ("folder", folder))
-        if side.format == "huggingface" and has_images(json_file(Path(side.path, CONFIG_NAME)))
+        if side.format == "huggingface"
+        and is_vision_language(json_file(Path(side.path, CONFIG_NAME)))
     ]
     if names:
         status = NOT_COMPUTED if "folder" in names else UP_TO

@@ -16,7 +16,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.known_settings import KnownSetting, huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.text_models import has_images
+from export_scripts.families.mapping.text_models import is_vision_language
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from inference.certify.findings import (
     DIFFERS,
@@ -151,7 +151,7 @@ def _config_keys(pair: Pair) -> Iterator[Remark]:
         dotted(json_file(Path(reader.path, CONFIG_NAME)))
         for reader in (pair.facts.reader, pair.folder.reader)
     )
-    if has_images(source):
+    if is_vision_language(source):
         return  # the text model has its settings in another table; the families compare them
     configs = [_loaded_config(Path(side.path)) for side in (pair.facts.reader, pair.folder.reader)]
     computed, aliases = [source, folder], {}

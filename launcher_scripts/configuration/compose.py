@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from foundations.values import WrongValuesError, built, put
+from foundations.values import WrongValuesError, build_record, put
 from launcher_scripts.configuration.diagnosis import (
     check_override,
     chooses_file,
@@ -195,7 +195,7 @@ def _with_overrides(
         values, wrong = _resolved(config)
         wrong |= {name: text for name, text in refused.items() if text}
         try:
-            record = built(Config, values)
+            record = build_record(Config, values)
         except WrongValuesError as error:
             wrong |= error.problems
         typed = wrong.keys() & set(map(key_of, overrides))

@@ -11,14 +11,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from foundations.suggest import closest, did_you_mean
 from foundations.values import shortened
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS, SECTIONS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
-_REMOVED = read_own_table(Path(__file__).with_name("removed_keys.yaml"))
+_REMOVED = read_table(Path(__file__).with_name("removed_keys.yaml"))
 
 
 @functools.cache

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from foundations.values import MISSING, Key, shown
 from launcher_scripts.configuration.schema import KEYS, Config
 
-_TABLE = read_own_table(Path(__file__).with_name("effects.yaml"))
+_TABLE = read_table(Path(__file__).with_name("effects.yaml"))
 
 
 def problems_of_effects(config: Config) -> Iterator[str]:

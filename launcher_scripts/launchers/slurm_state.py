@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
 
@@ -26,7 +26,7 @@ _TEMPORARY_ERRORS = re.compile(
     "|Unable to (contact|connect to) database|slurm_persist_conn_open|Unexpected message received"
     "|Resource temporarily unavailable|Connection (refused|reset|timed out)|Broken pipe"
 )
-_TABLE = read_own_table(Path(__file__).with_name("slurm_states.yaml"))
+_TABLE = read_table(Path(__file__).with_name("slurm_states.yaml"))
 _STATE_OF = {word: state for state, words in _TABLE["states"].items() for word in words}
 # A field in a line of scontrol; its value may contain blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)

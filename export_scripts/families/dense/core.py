@@ -111,8 +111,8 @@ def core_config(
         "rotary_interleaved": bool(traits.source.get("rotary_interleaved")),
         "rotary_layers": rotary_layers,
         **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
-        "attention_softcap": number(settings, "attn_logit_softcapping"),
-        "logit_softcap": number(settings, "final_logit_softcapping"),
+        "attention_softcap": optional_number(settings, "attn_logit_softcapping"),
+        "logit_softcap": optional_number(settings, "final_logit_softcapping"),
         "model_name": "llama",
         "kv_head_num": traits.query_groups,
         "hidden_size": traits.hidden,
@@ -121,10 +121,10 @@ def core_config(
         "query_key_norm": "head" if traits.source.get("qk_layernorm") else None,
         "activation_type": GATED[activation] if traits.gated else activation,
     }
-    return settings.built(kind, facts, **{**fields, **own(traits)})
+    return settings.build_config(kind, facts, **{**fields, **own(traits)})
 
 
-def number(settings: Settings, *names: str) -> float | None:
+def optional_number(settings: Settings, *names: str) -> float | None:
     """Return the number of the first key that is set; null, 0 and false count as not set."""
     name = next((each for each in names if settings.source.get(each)), None)
     return None if name is None else settings.number(name)
@@ -154,8 +154,8 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
     muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
     """
     settings = traits.settings
-    width = number(settings, "query_pre_attn_scalar")
-    scale = number(settings, "softmax_scale")
+    width = optional_number(settings, "query_pre_attn_scalar")
+    scale = optional_number(settings, "softmax_scale")
     if width is None and _is_gemma(traits) and scale:
         width = round(scale**-2)  # the scale was computed from it
     if width is not None:
@@ -254,9 +254,9 @@ def _core_windows(traits: MegatronTraits) -> Fields:
     window, count = traits.source.get("window_size") or 0, traits.num_layer
     pattern: Any = traits.source.get("interleaved_attn_pattern")
     layers: Layers
-    if _are(str, pattern, count):
+    if _is_list_of(str, pattern, count):
         layers = tuple(n for n, kind in enumerate(pattern) if kind == "sliding_attention")
-    elif _are(int, pattern, 2) and sum(pattern) > 0:
+    elif _is_list_of(int, pattern, 2) and sum(pattern) > 0:
         local, others = pattern
         layers = tuple(n for n in range(count) if n % (local + others) < local)
     elif pattern:
@@ -269,7 +269,7 @@ def _core_windows(traits: MegatronTraits) -> Fields:
         layers = tuple(range(0, count, 2))
     else:
         layers = _layers(traits, "window_attn_skip_freq", skipped=False)
-    if type(window) is not int and not _are(int, window, 2):
+    if type(window) is not int and not _is_list_of(int, window, 2):
         traits.settings.note(f"window_size = {window!r:.100}: expected a number, or two")
         return {}
     if not isinstance(window, int) and window[1] != 0:
@@ -282,7 +282,7 @@ def _core_windows(traits: MegatronTraits) -> Fields:
     return {"sliding_window": size, "sliding_layers": layers}
 
 
-def _are(kind: type, values: Any, count: int) -> bool:
+def _is_list_of(kind: type, values: Any, count: int) -> bool:
     return (
         isinstance(values, (list, tuple))
         and len(values) == count
@@ -302,7 +302,11 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     if traits.position == "yarn":  # rotates whole heads, whatever rotary_percent is
         names = "yarn_mscale", "yarn_mscale_all_dim"
         is_plain = any(source.get(name) is None for name in names)
-        weights = (1.0, 0.0) if is_plain else tuple(number(settings, each) or 0.0 for each in names)
+        weights = (
+            (1.0, 0.0)
+            if is_plain
+            else tuple(optional_number(settings, each) or 0.0 for each in names)
+        )
         return {
             **fields,
             "rotary_embedding": traits.size_per_head,
@@ -323,7 +327,7 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
         scaled = scaling_fields(
-            "linear", {"factor": number(settings, "rope_scaling_factor") or 1.0}
+            "linear", {"factor": optional_number(settings, "rope_scaling_factor") or 1.0}
         )
     elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         if source.get("rope_scaling") and source.get("rope_scaling_factor") is None:
@@ -332,7 +336,8 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
                 "Megatron Bridge, depending on the class: state the one used in training"
             )
         scaling = {
-            name: type(usual)(number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
+            name: type(usual)(optional_number(settings, *keys) or usual)
+            for name, keys, usual in _LLAMA31
         }
         scaled = scaling_fields("llama3", scaling)
     if scaled is not None and factor != 1:

@@ -206,7 +206,7 @@ class DenseConfig(DecoderConfig):
             "alibi": self.use_attention_linear_bias,
             "none": True,
         }
-        return self.built(
+        return self.build_architecture(
             self.ARCHITECTURE,
             kv_head_num=self.stored_kv_head_num,
             position=next(kind for kind, is_it in positions.items() if is_it),

@@ -212,7 +212,7 @@ def _read_cohere2(settings: Settings, values: Table) -> Fields:
     return {}
 
 
-def _parameter(settings: Settings, given: Table, name: str) -> Fields:
+def _rotary_field(settings: Settings, given: Table, name: str) -> Fields:
     """Return the field of a further parameter of rotary positions."""
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     return {f"rotary_{name}": inner.number(name)}
@@ -228,7 +228,7 @@ def _alpha(settings: Settings, values: Table) -> Fields:
         return {}
     if values["size_per_head"] < 4:
         settings.note(f"alpha with heads of {values['size_per_head']}: expected at least 4")
-    return _parameter(settings, given, "alpha")
+    return _rotary_field(settings, given, "alpha")
 
 
 def _growth(settings: Settings, values: Table) -> Fields:
@@ -242,7 +242,7 @@ def _growth(settings: Settings, values: Table) -> Fields:
             "with its original_max_position_embeddings"
         )
         return {}
-    return _parameter(settings, given, name)
+    return _rotary_field(settings, given, name)
 
 
 def xielu_sources(*_: Any) -> Sources:

@@ -54,7 +54,7 @@ class GPTConfig(DecoderConfig):
         alibi = self.use_attention_linear_bias
         # BLOOM's post variant normalises first, and the residual adds the normalised input.
         bloom_post = self.model_variant == "bloom-post"
-        return self.built(
+        return self.build_architecture(
             DecoderArchitecture,
             kv_head_num=self.head_num,
             position="learned" if learned else "alibi" if alibi else "none",

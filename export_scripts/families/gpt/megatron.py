@@ -39,7 +39,7 @@ _POSITIONS = "language_model.embedding.position_embeddings.weight"
 _QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
 
 
-def not_gpt(traits: MegatronTraits) -> list[str]:
+def gpt_reasons(traits: MegatronTraits) -> list[str]:
     """Return every reason why FT's GPT layout cannot hold a model."""
     width = traits.size_per_head * traits.head_num
     known = {
@@ -91,7 +91,7 @@ def gpt_config(facts: Facts, traits: MegatronTraits, **own: Any) -> GPTConfig:
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
-    return traits.settings.built(
+    return traits.settings.build_config(
         GPTConfig,
         facts,
         model_name="gpt",
@@ -224,7 +224,7 @@ def _reasons(facts: Facts) -> list[str]:
         known = ", ".join(map(str, _QKV_ORDER))
         version = facts.config["checkpoint_version"]
         reasons.append(f"checkpoint_version = {version}; known versions: {known}")
-    return reasons + not_gpt(traits) + tuned_keys(facts)
+    return reasons + gpt_reasons(traits) + tuned_keys(facts)
 
 
 def _config(facts: Facts) -> GPTConfig:
@@ -356,7 +356,7 @@ GPT_CORE_MAPPINGS = tuple(
         config=lambda facts: gpt_config(facts, core_traits(facts), **core_embedding(facts)),
         weights=lambda facts, _: gpt_sources(facts, core_traits(facts), core_names(facts)),
         unsupported=lambda facts: (
-            not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
+            gpt_reasons(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
         ),
         obstacles=lambda facts: megatron_obstacles(core_traits(facts).source),
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),

@@ -108,7 +108,7 @@ class FTConfig:
         """
         raise NotImplementedError
 
-    def built(self, kind: type[ArchitectureT], **own: Any) -> ArchitectureT:
+    def build_architecture(self, kind: type[ArchitectureT], **own: Any) -> ArchitectureT:
         """Return an architecture from `own` and from this config's values of the same names."""
         names = (field.name for field in dataclasses.fields(kind))
         same = {name: getattr(self, name) for name in names if hasattr(self, name)}

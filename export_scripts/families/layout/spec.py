@@ -81,7 +81,7 @@ class WeightSpec:
 
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor of a model that the record describes."""
-        held = [_held(config, condition) for condition in self.when]
+        held = [_holds(config, condition) for condition in self.when]
         if False in held:
             return
         names = _PLACEHOLDER.findall(self.name)
@@ -111,7 +111,7 @@ def _stored(tensor: FTTensor, config: FTConfig) -> tuple[FTTensor, ...]:
     )
 
 
-def _held(config: FTConfig, condition: str) -> Any:
+def _holds(config: FTConfig, condition: str) -> Any:
     """Return whether a condition holds, or for each layer whether it does."""
     name, _, value = condition.removeprefix("not ").partition("=")
     found, is_wanted = getattr(config, name), not condition.startswith("not ")

@@ -193,7 +193,7 @@ class HuggingFaceDecoder:
             # If both are stored, their values must be the same, too.
             tied = tied and (not all(map(facts.has, both)) or facts.same_values(*both))
             values["tie_word_embeddings"] = tied
-        return settings.built(
+        return settings.build_config(
             self.family.config,
             facts,
             **values,

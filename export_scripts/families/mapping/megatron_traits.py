@@ -15,7 +15,7 @@ from typing import Any, cast
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 
 # NeMo's fused variants have the prefix "fast-" and compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -215,7 +215,7 @@ _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 @functools.cache
 def _known() -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], read_own_table(Path(__file__).with_name("megatron_models.yaml")))
+    return cast(Mapping[str, Any], read_table(Path(__file__).with_name("megatron_models.yaml")))
 
 
 def _function_name(value: Any) -> str:

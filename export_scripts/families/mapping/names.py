@@ -21,7 +21,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from foundations.files.json_content import Fields
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 
 # Module of the layout -> module of a source, or three if the layout fuses queries, keys and values.
 Names = Mapping[str, str | tuple[str, str, str]]
@@ -37,7 +37,7 @@ _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shar
 def known_names() -> Mapping[str, Any]:
     """Return the tables of module_names.yaml by name."""
     path = Path(__file__).with_name("module_names.yaml")
-    return cast(Mapping[str, Any], read_own_table(path))
+    return cast(Mapping[str, Any], read_table(path))
 
 
 def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:

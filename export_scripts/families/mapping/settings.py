@@ -196,7 +196,7 @@ class Settings:
             return None
         return value
 
-    def built(self, config: Callable[..., ConfigT], facts: Facts, **fields: Any) -> ConfigT:
+    def build_config(self, config: Callable[..., ConfigT], facts: Facts, **fields: Any) -> ConfigT:
         """Return a config with the fields, and with those of the request and of added archives.
 
         Raises:

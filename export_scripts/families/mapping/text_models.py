@@ -45,7 +45,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def has_images(config: Table) -> bool:
+def is_vision_language(config: Table) -> bool:
     """Return whether a config.json is that of a vision-language model."""
     return str(config.get("model_type")) in _WHOLES  # the value may be anything
 
@@ -58,7 +58,7 @@ def text_model(facts: Facts) -> Facts:
             differs in the plain decoder.
     """
     reader = facts.reader
-    if reader.format != "huggingface" or not has_images(facts.config):
+    if reader.format != "huggingface" or not is_vision_language(facts.config):
         return facts
     kind = facts.config["model_type"]
     images = {key: match[1] for key in reader.tensors if (match := _IMAGE_TENSOR.match(key))}

@@ -108,7 +108,7 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
                 "is_encoder_decoder = false, but the checkpoint holds a decoder, which would "
                 "compute something else: set it to true, or convert only the encoder (t5_encoder)"
             )
-    return settings.built(
+    return settings.build_config(
         T5Config,
         facts,
         name_or_path=model_name(source, "t5"),

@@ -198,7 +198,7 @@ class T5Config(FTConfig):
                 "use_gated_activation is false in [structure]"
             )
         bias = self.t5_with_bias
-        return self.built(
+        return self.build_architecture(
             EncoderDecoderArchitecture,
             head_num=self.num_heads,
             size_per_head=self.d_kv,

@@ -229,7 +229,7 @@ def _config(facts: Facts) -> T5Config:
     if facts.adapters:
         width = int(tuning_kind(facts.adapters[0])["adapter_dim"])
         adapter = {"has_adapter": True, "adapter_inter_size": width, "adapter_norm_position": "pre"}
-    return traits.encoder.built(
+    return traits.encoder.build_config(
         T5Config,
         facts,
         name_or_path="t5",

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from foundations.files.yaml_content import read_own_table
+from foundations.files.yaml_content import read_table
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
@@ -85,7 +85,7 @@ class TextTaskKind:
     recipe: str = ""
 
 
-_TABLE = read_own_table(Path(__file__).with_name("text_tasks.yaml"))
+_TABLE = read_table(Path(__file__).with_name("text_tasks.yaml"))
 TEXT_TASKS = {
     name: TypeAdapter(TextTaskKind).validate_python({"name": name, **values})
     for name, values in _TABLE.items()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foundations.values import Key, WrongValuesError, built
+from foundations.values import Key, WrongValuesError, build_record
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.diagnosis import read_override
@@ -67,7 +67,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
         typed = [f"{name}={wrong[name][number]}" for name in wrong if wrong[name][number:]]
         words = {word.partition("=")[0]: read_override(word).value() for word in typed}
         with pytest.raises(WrongValuesError) as caught:
-            built(Config, usual | words)
+            build_record(Config, usual | words)
         assert caught.value.problems.keys() == words.keys()
         for name, text in caught.value.problems.items():
             assert re.split("[=:]", text)[0] == name

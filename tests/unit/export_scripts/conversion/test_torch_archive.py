@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.conversion.torch_archive import Archive, Made, StoredValues
+from export_scripts.conversion.torch_archive import Archive, PickledObject, StoredValues
 from foundations.files.checksum import crc32
 
 
-def tensor(shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> Made:
+def tensor(shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> PickledObject:
     values = StoredValues(kind, torch.Size(shape).numel())
     strides = torch.empty(shape, device="meta").stride()
-    rest = (0, shape, tuple(strides), False, Made("collections.OrderedDict"))
-    return Made("torch._utils._rebuild_tensor_v2", (values, *rest))
+    rest = (0, shape, tuple(strides), False, PickledObject("collections.OrderedDict"))
+    return PickledObject("torch._utils._rebuild_tensor_v2", (values, *rest))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 5000])
@@ -50,7 +50,7 @@ def test_torch_loads_plain_values(value: Any) -> None:
 
 
 def test_an_object_has_its_state() -> None:
-    value = Made("argparse.Namespace", state={"layers": 2, "sizes": [1, None]})
+    value = PickledObject("argparse.Namespace", state={"layers": 2, "sizes": [1, None]})
     loaded = torch.load(io.BytesIO(b"".join(Archive(value).parts())), weights_only=False)
     assert loaded == argparse.Namespace(layers=2, sizes=[1, None])
 
