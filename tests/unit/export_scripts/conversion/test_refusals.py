@@ -346,7 +346,7 @@ def test_links_out_of_a_folder_are_not_followed_to_other_files(
     (tmp_path / "secret").write_text(NETRC)
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(tmp_path / "secret")
-    assert f"{source / name} is refused: it lies outside" in refusal(source, tmp_path)
+    assert f"{source / name} is refused: it is outside" in refusal(source, tmp_path)
 
 
 def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path: Path) -> None:
