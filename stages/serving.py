@@ -13,7 +13,7 @@ from export_scripts.triton.model_config import parameters_of, parse_config
 from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.kinds import TRITONSERVER
-from inference.server.log import put_aside
+from inference.server.log import rotated_log
 from inference.server.openai_server import OpenAIServer
 from inference.server.server import ModelServer
 from inference.system.parent_process import LinkedProcess
@@ -60,7 +60,7 @@ def serving(
     """
     job_id = job_id_here()
     log_path = server_log(folder, job_id)
-    put_aside(log_path)
+    rotated_log(log_path)
     start = announce_start(folder, job_id, restarts + 1) if config.nodes > 1 else None
     options: dict[str, Any] = {
         "host": config.host,
@@ -129,7 +129,7 @@ def _server(
         source,
         openai=config.openai if config.openai.enabled else None,
         has_triton=config.hosts == TRITONSERVER,
-        is_nvidias=config.engine == FASTERTRANSFORMER,
+        has_nvidia_backend=config.engine == FASTERTRANSFORMER,
         prefix=server_prefix(config),
         **options,
     )

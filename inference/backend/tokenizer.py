@@ -47,7 +47,7 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
         choices = "; ".join(" with ".join(names) for names in wanted.values())
         raise ValueError(f"{folder} holds no tokenizer; expected {choices}.")
     try:
-        return _LOADERS[found.kind](found)
+        return _TOKENIZER_LOADERS[found.kind](found)
     except Exception as error:  # tokenizers raises nothing narrower, and bad files any kind
         names = ", ".join(path.name for path in found.all_files)
         reason = f"there is no token {error}" if isinstance(error, KeyError) else error
@@ -266,7 +266,7 @@ def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
     return HuggingFaceTokenizer(backend)
 
 
-_LOADERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
+_TOKENIZER_LOADERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
     "hf": _load_hf,
     "bpe": _load_bpe,
     "sentencepiece": lambda found: SentencePieceTokenizer(

@@ -27,7 +27,7 @@ _EVENTS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx then forwards each event at once
 }
-_COMES_S, _POLL_S = 0.3, 0.01  # to wait for the request of a client that has just connected
+_FIRST_REQUEST_S, _POLL_S = 0.3, 0.01  # to wait for the request of a client that has just connected
 # File descriptors kept for files, ranks, workers and the servers behind the ports.
 _OWN_DESCRIPTORS, _PORTS = 512, 4
 
@@ -81,7 +81,7 @@ class _Port(web.TCPSite):
         for connection in waiting:
             with contextlib.suppress(OSError):
                 await loop.connect_accepted_socket(server, connection, ssl=self._ssl_context)
-        for _ in range(round(_COMES_S / _POLL_S)):
+        for _ in range(round(_FIRST_REQUEST_S / _POLL_S)):
             if not server.has_new:
                 break
             await asyncio.sleep(_POLL_S)

@@ -31,12 +31,12 @@ class TritonOptions:
     Attributes:
         log_path: its log, appended to.
         prefix: command that starts it, such as mpirun.
-        is_nvidias: it runs NVIDIA's C++ backend, and may be an old release.
+        has_nvidia_backend: it runs NVIDIA's C++ backend, and may be an old release.
     """
 
     log_path: Path
     prefix: tuple[str, ...] = ()
-    is_nvidias: bool = False
+    has_nvidia_backend: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,12 @@ _POLL_S = 0.02
 _END_S = 0.5  # to send the last answers and stop the engines
 _TRITON_END_S = 15.0  # for a tritonserver to end
 _SEND_S = 0.3  # to send the answers of a failed engine
-_USED_S = 1.0  # between two reports to the owner that clients send requests
-_TURN_S, _HANG_S = 5.0, 120.0  # watchdog: reset period, and limit for one turn of the event loop
-_TRY_S = 120.0  # for the text models of a new repository to load
+_USE_REPORT_S = 1.0  # between two reports to the owner that clients send requests
+_WATCHDOG_RESET_S, _WATCHDOG_S = (
+    5.0,
+    120.0,
+)  # watchdog: reset period, and limit for one turn of the event loop
+_TRIAL_S = 120.0  # for the text models of a new repository to load
 _SHUTTING_DOWN = "the server is shutting down; send the request to another server, or again later"
 _ENDED = "the process that loads the new repository ended; the log says why"
 _STARTING = "the server is starting; send the request again later"
@@ -72,8 +75,8 @@ async def _watch_loop() -> None:
     """Exit, with the stack of each thread in the log, if the event loop hangs."""
     try:
         while True:
-            faulthandler.dump_traceback_later(_HANG_S, exit=True)
-            await asyncio.sleep(_TURN_S)
+            faulthandler.dump_traceback_later(_WATCHDOG_S, exit=True)
+            await asyncio.sleep(_WATCHDOG_RESET_S)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -82,7 +85,7 @@ class _Host:
     def __init__(self, settings: HostSettings, connection: Connection) -> None:
         self._settings, self._connection = settings, connection
         self._runners: list[web.ServerRunner] = []
-        self._noted_s = 0.0
+        self._use_reported_s = 0.0
         self._is_shutting_down = False
         self._canaries: Canaries | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -223,7 +226,7 @@ class _Host:
     async def _load_new(self, source: str) -> Hosted | None:
         """Load a repository; return None if that fails, after the owner has the reason."""
         new: Hosted | None = None
-        trial = Workers(1, work_s=_TRY_S)
+        trial = Workers(1, work_s=_TRIAL_S)
         try:
             if self._keeps_sessions():
                 raise ValueError("its sessions would be lost; restart the stage")
@@ -257,8 +260,8 @@ class _Host:
         return bool(hosted.models) and is_whole and answers and not is_ending
 
     def _note_use(self) -> None:
-        if (now := time.monotonic()) - self._noted_s > _USED_S:
-            self._noted_s = now
+        if (now := time.monotonic()) - self._use_reported_s > _USE_REPORT_S:
+            self._use_reported_s = now
             self._link.send(used=time.time())
         if self._link.stopped.is_set() and not self._context.current.open_sessions():
             raise RejectedError(_SHUTTING_DOWN, HTTPStatus.SERVICE_UNAVAILABLE, closes=True)

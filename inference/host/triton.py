@@ -39,7 +39,7 @@ _POLL_S = 0.1
 _REPORT_S = 0.2  # for the supervisor to report that the server has ended
 _CALL_S = 2.0
 _METRICS_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_ENDS_S = 10.0  # for NVIDIA's backend to leave MPI, and for a model to end its ranks
+_MODEL_END_S = 10.0  # for NVIDIA's backend to leave MPI, and for a model to end its ranks
 _KILLED_S = 5.0
 _MAX_REPORT_BYTES = 64 * 1024
 # A socket's path has at most 108 bytes, of which `/slipway-sockets-12345678/grpc:8001` is a part.
@@ -84,7 +84,7 @@ class TritonRepository:
             try:
                 index = await self._loaded_index()
             except UnservedError:
-                if self._options.is_nvidias or not is_crash(self._exit_status()):
+                if self._options.has_nvidia_backend or not is_crash(self._exit_status()):
                     raise
                 await self.close()
                 self._start()
@@ -93,7 +93,7 @@ class TritonRepository:
                 (model.name, model.version): await self._config(model.name, model.version)
                 for model in index
             }
-            takes_canaries = not self._options.is_nvidias
+            takes_canaries = not self._options.has_nvidia_backend
             self.models = remote_models(configs, self._server, takes_canaries=takes_canaries)
         except BaseException:
             await self.close()
@@ -106,14 +106,14 @@ class TritonRepository:
         return [] if self.folder is None else list(self.folder.glob("*/config.pbtxt"))
 
     def _start(self) -> None:
-        options, is_nvidias = self._options, self._options.is_nvidias
+        options, has_nvidia_backend = self._options, self._options.has_nvidia_backend
         try:
-            installation = find_triton(own_backends=not is_nvidias)
+            installation = find_triton(own_backends=not has_nvidia_backend)
         except OSError as error:
             raise UnservedError([str(error)]) from error
         sockets = self._held.enter_context(_sockets_folder())
         repository = self._held.enter_context(plain_folder(self._source))
-        options_of = nvidias_options if is_nvidias else server_options
+        options_of = nvidias_options if has_nvidia_backend else server_options
         prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
         self._metrics = sockets / "metrics"
         command = [
@@ -123,7 +123,7 @@ class TritonRepository:
             *options_of(repository, sockets),
             f"--backend-config=python,shm-region-prefix-name={prefix}",
         ]
-        grace_s = _ENDS_S if is_nvidias else 0.0
+        grace_s = _MODEL_END_S if has_nvidia_backend else 0.0
         self._process = LinkedProcess(
             supervisor.PROGRAM,
             [prefix, f"{grace_s:g}", *command],
@@ -157,7 +157,7 @@ class TritonRepository:
         index: list[Any] | None = None
         while index is None or any(model.state != "READY" for model in index):
             has_ended = self._exit_status() is not None
-            fatal = fatal_lines(self._log()) if self._options.is_nvidias else []
+            fatal = fatal_lines(self._log()) if self._options.has_nvidia_backend else []
             if has_ended or fatal:
                 raise UnservedError(fatal)
             await asyncio.sleep(_POLL_S)
@@ -174,13 +174,13 @@ class TritonRepository:
                     )
         if not index:
             raise UnservedError([f"{self._source} holds no model"])
-        if self._options.is_nvidias and (fatal := fatal_lines(self._log())):
+        if self._options.has_nvidia_backend and (fatal := fatal_lines(self._log())):
             raise UnservedError(fatal)
         return index
 
     async def _config(self, name: str, version: str) -> Any:
         asked = service_pb2.ModelConfigRequest(name=name, version=version)
-        reply = await self._server.calls.ModelConfig(asked, timeout=_ENDS_S)
+        reply = await self._server.calls.ModelConfig(asked, timeout=_MODEL_END_S)
         return reply.config
 
     def _log(self) -> str:
@@ -212,7 +212,7 @@ class TritonRepository:
 
     async def metrics(self) -> list[str]:
         """Return the lines of the server's own metrics. Raises RejectedError."""
-        if self._options.is_nvidias:  # old releases serve metrics to the whole network, or not
+        if self._options.has_nvidia_backend:  # old ones expose metrics to the network
             return []
         try:
             connector = aiohttp.UnixConnector(str(self._metrics))
@@ -236,9 +236,9 @@ class TritonRepository:
             self._watching.cancel()
         if self._process is not None:
             # A model with externally launched ranks must itself report its orderly end to them.
-            if self._options.is_nvidias or RENDEZVOUS_VARIABLE in os.environ:
+            if self._options.has_nvidia_backend or RENDEZVOUS_VARIABLE in os.environ:
                 self._process.terminate()
-                await self._wait_for_end(_ENDS_S)
+                await self._wait_for_end(_MODEL_END_S)
             self._kill()
             await self._wait_for_end(_KILLED_S)
             await self._server.channel.close()

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     repository = arguments.model_repository
-    is_nvidias = arguments.engine == _FASTERTRANSFORMER
+    has_nvidia_backend = arguments.engine == _FASTERTRANSFORMER
     if "://" not in repository and not (repository and Path(repository).is_dir()):
         parser.error(
             f"--model-repository={repository} is not a folder; give one with a folder for each "
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if openai is not None:
         if problems := openai.problems(prefix="--openai-"):
             parser.error(" ".join(problems))
-        if is_nvidias:
+        if has_nvidia_backend:
             parser.error("--openai-port needs --engine=pytorch")
-    needs_triton = is_nvidias or "://" in repository
+    needs_triton = has_nvidia_backend or "://" in repository
     kind = chosen_server(arguments.server, needs_triton=needs_triton)
     if kind == SLIPWAY and needs_triton:
         parser.error(
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         try:
-            prefix, variables = mpi_start() if is_nvidias else ((), {})
+            prefix, variables = mpi_start() if has_nvidia_backend else ((), {})
             server = server_of(
                 arguments,
                 repository,
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 openai=openai,
                 env=variables,
                 prefix=prefix,
-                is_nvidias=is_nvidias,
+                has_nvidia_backend=has_nvidia_backend,
             )
         except ValueError as error:
             parser.error(str(error))

@@ -62,7 +62,7 @@ def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
     ]
 
 
-def put_aside(log_path: Path) -> Path:
+def rotated_log(log_path: Path) -> Path:
     """Rename the log of an earlier start to the first free number; return its new path."""
     if not log_path.exists():
         return log_path

@@ -39,7 +39,7 @@ class ModelServer(ServedProcess):
     Attributes:
         prefix: command prefix of a tritonserver, such as mpirun.
         has_triton: a tritonserver runs the models instead of this project's own engines.
-        is_nvidias: the tritonserver uses NVIDIA's C++ backend.
+        has_nvidia_backend: the tritonserver uses NVIDIA's C++ backend.
         openai: options of an endpoint for OpenAI's protocol, None for no endpoint.
         canaries: interval and timeout of the small requests to each model of a ready server.
         standby: a process that the previous server has `prepared`.
@@ -49,7 +49,7 @@ class ModelServer(ServedProcess):
     _: KW_ONLY
     openai: OpenAIOptions | None = None
     has_triton: bool = False
-    is_nvidias: bool = False
+    has_nvidia_backend: bool = False
     prefix: Sequence[str] = ()
     canaries: CanaryTimes = field(default_factory=CanaryTimes)
     standby: LinkedProcess | None = None
@@ -75,7 +75,9 @@ class ModelServer(ServedProcess):
     def _launch(self) -> None:
         process = self._process = self._usable_standby() or self._start_idle(self.log_path)
         self._link, self._watch = HostLink(process.link), ServerWatch(process.pid)
-        triton = TritonOptions(self.log_path.absolute(), tuple(self.prefix), self.is_nvidias)
+        triton = TritonOptions(
+            self.log_path.absolute(), tuple(self.prefix), self.has_nvidia_backend
+        )
         settings = HostSettings(
             self._source(),
             triton if self.has_triton else None,

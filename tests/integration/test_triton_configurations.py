@@ -51,7 +51,7 @@ def test_server_finds_nothing_wrong_but_the_absent_backend(shared: Path, tmp_pat
     wrong = 'name: "wrong" backend: "fastertransformer" nonsense: 8'
     (repository / "wrong" / "config.pbtxt").write_text(wrong)
     with pytest.raises(ServerStartError):
-        new_server(repository, tmp_path, is_nvidias=True).start(timeout_s=240)
+        new_server(repository, tmp_path, has_nvidia_backend=True).start(timeout_s=240)
     complaint = r"failed to load '(\w+)' version 1: .*unable to find backend library for backend 'f"
     log = (tmp_path / "server.log").read_text()
     assert set(re.findall(complaint, log)) == set(CASES)

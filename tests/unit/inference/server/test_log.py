@@ -11,7 +11,7 @@ from inference.server.log import (
     fatal_lines,
     forwarded_log,
     last_lines,
-    put_aside,
+    rotated_log,
     short_reason,
 )
 from tests.waiting import until
@@ -78,7 +78,7 @@ def test_log_that_is_put_aside_meanwhile_is_followed_further(
 
     def put_aside_first(self: Path, *words: Any, **options: Any) -> Any:
         if self == path and not (tmp_path / "triton.1.log").exists():
-            put_aside(self)
+            rotated_log(self)
         return opened(self, *words, **options)
 
     monkeypatch.setattr(Path, "open", put_aside_first)

@@ -31,7 +31,7 @@ class Starts:
             ports=FREE_PORTS,
             log_path=folder / "triton.log",
             has_triton=True,
-            is_nvidias=True,
+            has_nvidia_backend=True,
         )
 
     def start(self, does: str) -> None:
@@ -63,11 +63,11 @@ def test_program_that_cannot_serve_fails_with_its_reason(
     assert any(reason in each for each in caught.value.reasons)
 
 
-@pytest.mark.parametrize(("is_nvidias", "count"), [(False, 2), (True, 1)])
+@pytest.mark.parametrize(("has_nvidia_backend", "count"), [(False, 2), (True, 1)])
 def test_a_start_that_a_signal_ends_is_made_once_more(
-    is_nvidias: bool, count: int, starts: Starts, tmp_path: Path
+    has_nvidia_backend: bool, count: int, starts: Starts, tmp_path: Path
 ) -> None:
-    starts.server.is_nvidias = is_nvidias
+    starts.server.has_nvidia_backend = has_nvidia_backend
     with pytest.raises(ServerStartError):
         starts.start(f"echo start >> {tmp_path}/starts; {ABORT}")
     assert (tmp_path / "starts").read_text().split() == ["start"] * count
