@@ -1,4 +1,4 @@
-"""Pages of the site that are not in docs/: those of the root, and references made from code."""
+"""Pages of the site that are not in docs/: pages of the root, and references built from code."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, files: Files, **_: Any) -> str:
-    """Let links between docs/ and the root lead to pages of the site."""
+    """Rewrite links between docs/ and the root to pages of the site."""
 
     def link(found: re.Match[str]) -> str:
         text, target = found.groups()
@@ -47,14 +47,14 @@ def on_page_markdown(markdown: str, *, files: Files, **_: Any) -> str:
         path = path.removeprefix("../").removeprefix("docs/")
         path = "index.md" if path == "README.md" else path
         if files.get_file_from_path(path) is None:
-            return text  # a file of the source
+            return text  # a source file, which the site does not have
         return f"[{text}]({path}{'#' + anchor if anchor else ''})"
 
     return re.sub(r"\[([^\]]*)\]\(((?!http|#)[^)\s]+)\)", link, markdown)
 
 
 def _keys() -> str:
-    """Return the reference of the configuration, as tables of its sections."""
+    """Return the reference of the configuration, with a table for each section."""
     sys.path.insert(0, str(ROOT))
     from foundations.values import MISSING, shown
     from launcher_scripts.configuration.schema import KEYS
@@ -93,7 +93,7 @@ def _cell(text: str) -> str:
 
 
 def _commands() -> str:
-    """Return what each command prints for `--help`."""
+    """Return the `--help` output of each command."""
     lines = ["# Commands", ""]
     for name, command in {"main.py": ["main.py"], **{c: ["-m", c] for c in COMMANDS}}.items():
         words: list[Any] = [sys.executable, *command, "--help"]

@@ -46,7 +46,7 @@ class _LastRun:
     results_dirs: tuple[str, ...] = ()
 
 
-def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
+def record_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Record the results folders of the run, or of the rows, that start now."""
     folders = tuple(map(str, results_dirs))
     write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))

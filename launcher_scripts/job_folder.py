@@ -31,7 +31,7 @@ def repeatable(config: Config) -> str:
     return as_yaml(replace(config, dry_run=False))
 
 
-def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
+def record_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
     """Append the command line to launcher_cmd.log; create the results folder."""
     (results_dir / "results").mkdir(parents=True, exist_ok=True)
     with (results_dir / "launcher_cmd.log").open("a", encoding="utf-8") as log:

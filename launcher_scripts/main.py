@@ -128,7 +128,7 @@ def _run(words: Sequence[str]) -> int:
 
         problems = problems or problems_of_action(config, arguments.overrides)
         return _report(problems) if problems else run_action(config, console, arguments.overrides)
-    if (other := _other_replica(config)) and not problems:
+    if (other := _replica_index(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
     if config.action == "upgrade":
@@ -225,7 +225,7 @@ def _watch(
         return _report([str(error)])
 
 
-def _other_replica(config: Config) -> int:
+def _replica_index(config: Config) -> int:
     """Return the index of this Base Command replica: 0 for the first, or outside Base Command.
 
     An array of type PYTORCH runs the command on every replica.

@@ -66,8 +66,8 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     """Return the plan, without starting anything."""
     measures = config.export.accuracy.enabled and "export" in config.stages
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
-    problems += _leave_export_out(requested, config.deploy.engine)
-    exports = any("export" in (name, _needed_by(name, config)) for name in requested)
+    problems += _drop_export(requested, config.deploy.engine)
+    exports = any("export" in (name, _prerequisite(name, config)) for name in requested)
     context = replace(
         context,
         deploys="deploy" in requested,
@@ -88,7 +88,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     # None if it was requested.
     needed_by: dict[str, str | None] = dict.fromkeys(requested)
     chosen: list[Stage] = []
-    for name in reversed(_in_order(config)):
+    for name in reversed(_stage_order(config)):
         if name not in needed_by:
             continue
         try:
@@ -96,9 +96,9 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         except ValueError as error:
             problems.append(str(error))
             continue
-        if needed_by[name] is None or not _is_there(stage):
+        if needed_by[name] is None or not _has_outputs(stage):
             chosen.insert(0, stage)
-            if (before := _needed_by(name, config)) is not None:
+            if (before := _prerequisite(name, config)) is not None:
                 needed_by.setdefault(before, name)
     planned: dict[str, PlannedStage] = {}
     for stage in chosen:
@@ -115,7 +115,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     return Plan(tuple(planned.values()), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
 
 
-def _in_order(config: Config) -> list[str]:
+def _stage_order(config: Config) -> list[str]:
     """Return all stages in order; with `certify.serve`, certify follows export."""
     names = [*STAGES]
     if config.certify.serve:
@@ -124,7 +124,7 @@ def _in_order(config: Config) -> list[str]:
     return names
 
 
-def _leave_export_out(requested: list[str], engine: str) -> list[str]:
+def _drop_export(requested: list[str], engine: str) -> list[str]:
     """Remove `export` if the engine serves no repository, and return that as a problem."""
     if "export" not in requested or engine not in (VLLM, OPENAI):
         return []
@@ -150,7 +150,7 @@ def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
         yield from each.stage.notes()
 
 
-def _needed_by(name: str, config: Config) -> str | None:
+def _prerequisite(name: str, config: Config) -> str | None:
     """Return the stage whose outputs a stage reads; None if its inputs come from elsewhere."""
     if name in ("convert", "export"):
         return "convert" if name == "export" else None
@@ -169,7 +169,7 @@ def _needed_by(name: str, config: Config) -> str | None:
     return "export" if repository is None or is_store_url(repository) else None
 
 
-def _is_there(stage: Stage) -> bool:
+def _has_outputs(stage: Stage) -> bool:
     """Return whether the outputs are usable: finished, or made by other means and undamaged."""
     finding = stage.finding()
     if finding.marker is not None or finding.problems:
@@ -177,7 +177,7 @@ def _is_there(stage: Stage) -> bool:
     marker = stage.marker_path()
     is_marked = marker is not None and marker.exists()
     is_complete = all(path.exists() for path in stage.outputs())
-    return stage.takes_outputs and not is_marked and is_complete and not stage.damage()
+    return stage.accepts_unmarked and not is_marked and is_complete and not stage.damage()
 
 
 def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | None) -> PlannedStage:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts import job_folder
-from launcher_scripts.actions import jobs_in, live_job_problem, note_last_run
+from launcher_scripts.actions import jobs_in, live_job_problem, record_last_run
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.effects import notes_of_effects, problems_of_effects
@@ -68,7 +68,7 @@ def prepare_run(
     alive = ((job, wanted[job.stage]) for job in before if job.stage in wanted)
     problems += filter(None, (live_job_problem(*each) for each in alive))
     if not config.is_dry_run and not problems:
-        problems += [problem for stage in stages for problem in stage.unreachable()]
+        problems += [problem for stage in stages for problem in stage.missing_now()]
     if problems:
         return None
     finished = [f"{stage.name}: {stage.reason}" for stage in plan.stages if not stage.runs]
@@ -193,7 +193,7 @@ def execute(
                 run.render()
         if runs[0].only_renders:
             return EXIT_OK
-        note_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
+        record_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
         for signum in (signal.SIGTERM, signal.SIGHUP):
             # nohup ignores SIGHUP.
             if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:

@@ -85,7 +85,7 @@ class Run:
         results = self.config.results_dir
         if self.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
-            job_folder.note_command(results, arguments, at=record.now())
+            job_folder.record_command(results, arguments, at=record.now())
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""

@@ -70,7 +70,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,
         conversion_request(config, exports=context.exports),
-        may_be_elsewhere=config.plans_for_elsewhere,
+        may_be_remote=config.plans_remotely,
     ),
     "certify": certify_stage,
     "export": lambda config, job, _: ExportStage(

@@ -67,8 +67,8 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
     if len(rows) < 2:
         problems.append(
-            f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give what serves "
-            "today and what is to replace it, such as 'upgrade.rows={now:{},next:"
+            f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give the present "
+            "server and its replacement, such as 'upgrade.rows={now:{},next:"
             "{deploy.executable:/venvs/next/bin/vllm}}'."
         )
     if "evaluate" not in config.stages:
@@ -139,7 +139,7 @@ def wait_for_rows(config: Config, console: Console) -> None:
     ]:
         for text in alive:
             if text not in said:
-                console.say(f"{text} goes on; this command waits for its end")
+                console.say(f"{text} is still running; waiting for its end")
         said.update(alive)
         time.sleep(_POLL_S)
 

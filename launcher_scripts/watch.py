@@ -11,7 +11,7 @@ from foundations.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.system.launch_environment import visible_gpus
-from launcher_scripts.actions import cancel_jobs, jobs_in, note_last_run, read_job
+from launcher_scripts.actions import cancel_jobs, jobs_in, read_job, record_last_run
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.diagnosis import decided_elsewhere, hydra_text, is_below
@@ -284,7 +284,7 @@ class Watch:
         run.begin()
         running = (e.step for e in self.state.in_order if e.state == RUNNING)
         base = Path(self.config.base_results_dir)
-        note_last_run(base, *map(self.state.results_of, running))
+        record_last_run(base, *map(self.state.results_of, running))
         if run.launcher.in_foreground:
             self._local_runs[each.step] = run
         elif run.submit_all() != EXIT_OK:

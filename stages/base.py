@@ -117,7 +117,7 @@ class Stage(Checkpointable):
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
     # Whether complete outputs without a marker, made by other means, are used.
-    takes_outputs: ClassVar[bool] = False
+    accepts_unmarked: ClassVar[bool] = False
 
     job: JobSettings
 
@@ -125,7 +125,7 @@ class Stage(Checkpointable):
         """Return every problem that can be found before the job starts."""
         raise NotImplementedError
 
-    def unreachable(self) -> list[str]:
+    def missing_now(self) -> list[str]:
         """Return what the job needs and is missing now; a dry run does not check this."""
         return []
 

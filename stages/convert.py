@@ -42,15 +42,15 @@ class ConvertStage(Stage):
 
     Attributes:
         request: the request as configured; `_resolved_request` has the checkpoint that is read.
-        may_be_elsewhere: whether only other machines may see the checkpoint.
+        may_be_remote: whether only other machines may see the checkpoint.
     """
 
     name = "convert"
     guards_inputs = True
-    takes_outputs = True
+    accepts_unmarked = True
 
     request: ConversionRequest
-    may_be_elsewhere: bool = False
+    may_be_remote: bool = False
 
     def __post_init__(self) -> None:
         self.request = replace(self.request, names=KEYS)
@@ -59,7 +59,7 @@ class ConvertStage(Stage):
         """Return the problems of the checkpoint, sizes and destination."""
         from export_scripts.conversion.convert import check_conversion
 
-        if self._is_elsewhere:
+        if self._is_remote:
             return []
         request = self._resolved_request()
         if self.marker_path().exists():
@@ -100,7 +100,7 @@ class ConvertStage(Stage):
         """Return a note if the checkpoint is not on this machine, or another path is read."""
         given, found = self.request.checkpoint_path, self._resolved_request().checkpoint_path
         key = f"{KEYS['checkpoint_path']}={given}"
-        if self._is_elsewhere:
+        if self._is_remote:
             return [f"{key} is not on this machine: sizes are not checked against the model"]
         if found == given:
             return []
@@ -109,8 +109,8 @@ class ConvertStage(Stage):
         return [f"{key} does not exist; using {found}"]
 
     @property
-    def _is_elsewhere(self) -> bool:
-        return self.may_be_elsewhere and not self._resolved_request().checkpoint_path.exists()
+    def _is_remote(self) -> bool:
+        return self.may_be_remote and not self._resolved_request().checkpoint_path.exists()
 
     def run(self, progress: Progress) -> Summary:
         """Convert.

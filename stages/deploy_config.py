@@ -54,13 +54,13 @@ class DeploySection(JobOptions, Access):
 
     time_limit: Any = option("the server is stopped after this time", "1-00:00:00", check=minutes)
     uptime: Any = option(
-        "serve for so long, in a chain of jobs (cluster=bcm) of time_limit each; null: in one",
+        "serve for this long, in a chain of jobs (cluster=bcm) of time_limit each; null: one job",
         None,
         check=minutes,
     )
     handover_s: float | None = option(
-        "seconds before a job of the chain has to end at which the next may start; null: a quarter "
-        "of its time",
+        "the next job of the chain may start this many seconds before a job must end; null: a "
+        "quarter of its time",
         None,
         within=(1, SECONDS),
     )
@@ -71,27 +71,27 @@ class DeploySection(JobOptions, Access):
         choices=(PYTORCH, FASTERTRANSFORMER, VLLM, OPENAI),
     )
     executable: str = option("program of deploy.engine=vllm, such as /venvs/vllm/bin/vllm", "vllm")
-    vllm: dict[str, Any] = option("options of vllm serve, as vLLM names them", {})
+    vllm: dict[str, Any] = option("options of vllm serve, under vLLM's names", {})
     command: list[str] = option(
         "command line of deploy.engine=openai; {host}, {port} and {model} are filled in", []
     )
     server: str = option(
-        "slipway (this project's own server), tritonserver (the one that TRITON_SERVER names, that "
-        "is on PATH, or that of nvidia-pytriton), auto (tritonserver if one is named or on PATH, "
-        "else slipway), or pytriton (PyTriton's interface: text in, text out)",
+        "slipway (this project's own server), tritonserver (in TRITON_SERVER, on PATH, or of "
+        "nvidia-pytriton), auto (tritonserver if one is in TRITON_SERVER or on PATH, else "
+        "slipway), or pytriton (PyTriton's interface: text in, text out)",
         DEFAULT_SERVER,
         choices=(*SERVERS, PYTRITON),
     )
     interface: str = option(
-        "tensors of pytriton's model: text, nemo (of PyTriton's NeMo example) or nemo-deploy (of "
-        "NeMo's NemoQueryLLM)",
+        "tensors of pytriton's model: text, nemo (PyTriton's NeMo example) or nemo-deploy (NeMo's "
+        "NemoQueryLLM)",
         "text",
         choices=("text", NEMO, "nemo-deploy"),
     )
     repository: str | None = option(
-        "serve this repository (or Hugging Face folder) instead of the exported one; "
-        "s3://bucket/prefix, or s3://http://host:port/bucket/prefix of another store: export "
-        "publishes there, and the server loads from there",
+        "serve this repository (or Hugging Face folder) instead of the exported one; with "
+        "s3://bucket/prefix, or s3://http://host:port/bucket/prefix for another store, export "
+        "publishes to the store and the server loads from it",
         None,
         is_path=True,
     )
@@ -113,13 +113,13 @@ class DeploySection(JobOptions, Access):
         "seconds until every model must be ready", 300.0, within=(1, SECONDS)
     )
     drain_s: float = option(
-        "seconds that running requests get to finish when the server stops",
+        "seconds that running requests have to finish when the server stops",
         30.0,
         within=(0, SECONDS),
     )
-    max_restarts: int = option("most restarts after failures", 3, within=(0, INT32))
+    max_restarts: int = option("maximum number of restarts after failures", 3, within=(0, INT32))
     restart_backoff_s: float = option(
-        "seconds before the second restart in a row; doubled for each further one",
+        "seconds before the second restart in a row, doubled for each further one",
         5.0,
         within=(0, SECONDS),
     )
@@ -156,7 +156,7 @@ class DeployConfig(DeploySection):
         serves_here: whether this machine will serve, so that its ports can be checked.
         local_gpus: number of visible GPUs if this machine will serve; None if not.
         remarks: notes to show before the start.
-        is_elsewhere: whether only other machines can see the folder.
+        is_remote: whether only other machines can see the folder.
     """
 
     folder: Path
@@ -175,10 +175,10 @@ class DeployConfig(DeploySection):
     serves_here: bool = False
     local_gpus: int | None = None
     remarks: tuple[str, ...] = ()
-    is_elsewhere: bool = False
+    is_remote: bool = False
 
     @property
-    def is_from_elsewhere(self) -> bool:
+    def serves_existing(self) -> bool:
         """Whether an existing repository is served, which no stage makes."""
         return self.repository is not None
 
@@ -235,7 +235,7 @@ class DeployConfig(DeploySection):
                 "ssl_certfile": self.tls_cert,
                 "ssl_keyfile": self.tls_key,
             }
-        if not self.is_from_elsewhere:  # an existing folder states its own type and quantization
+        if not self.serves_existing:  # an existing folder states its own type and quantization
             options["dtype"] = VLLM_TYPES[self.data_type]
         if self.nodes > 1:
             options |= several_nodes(self.nodes, rank)
@@ -324,7 +324,7 @@ def check_deploy(config: DeployConfig) -> list[str]:
             find_triton()
         except FileNotFoundError as error:
             problems.append(f"deploy needs a tritonserver: {error}")
-    is_made_here = config.store is not None or not config.is_from_elsewhere
+    is_made_here = config.store is not None or not config.serves_existing
     if not is_made_here and not any(config.folder.glob("*/config.pbtxt")):
         problems.append(
             f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
@@ -351,7 +351,7 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
                 f"deploy.token_file={config.token_file} holds several tokens, and vLLM takes one; "
                 "keep one, or check the others in a reverse proxy."
             )
-    is_here = config.is_from_elsewhere and not config.is_elsewhere
+    is_here = config.serves_existing and not config.is_remote
     if is_here and not (config.folder / "config.json").is_file():
         yield (
             f"deploy.engine={config.engine} serves a Hugging Face folder, and "
@@ -371,7 +371,7 @@ def _other_engine_problems(config: DeployConfig) -> Iterator[str]:
 
 
 def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
-    if config.is_from_elsewhere and config.store is None:
+    if config.serves_existing and config.store is None:
         return (
             f"deploy.repository={config.folder} was made for {config.tp_size} x "
             f"{config.pp_size} = {world_size} GPUs (tensor_para_size x pipeline_para_size), and "

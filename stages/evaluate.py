@@ -96,7 +96,7 @@ class EvaluateStage(Stage):
             )
         return problems
 
-    def unreachable(self) -> list[str]:
+    def missing_now(self) -> list[str]:
         """Return the data sets that are missing."""
         return unreachable_data(self.options)
 

@@ -50,7 +50,7 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
     follows = context.deploys and evaluate.server is None
     if server.nodes > 1 and evaluate.server is None and not follows:
         raise ValueError(
-            f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
+            f"a model over {server.nodes} nodes needs a separate server job; add deploy to "
             "stages, or name a running server in evaluate.server."
         )
     is_shared = evaluate.shared_server is not None
@@ -75,8 +75,8 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
     server = server_config(config) if options.serve else None
     if server is not None and server.nodes > 1:
         raise ValueError(
-            f"a model over {server.nodes} nodes needs a server job of its own: run "
-            "stages=[deploy], and give its address as certify.endpoint, not certify.serve=true."
+            f"a model over {server.nodes} nodes needs a separate server job: run stages=[deploy], "
+            "and give its address as certify.endpoint instead of certify.serve=true."
         )
     if options.serve:
         access = (config.deploy.tls_cert, config.deploy.token_file)
@@ -100,7 +100,7 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
     facts: dict[str, Any] = {}
     if (is_ours := config.evaluate.server is None) and server.engine != OPENAI_ENGINE:
         facts = {"tp_size": server.tp_size, "pp_size": server.pp_size}
-        if not server.is_from_elsewhere:
+        if not server.serves_existing:
             form, kind = config.convert.fp8, model.weight_data_type
             facts["checkpoint"] = model.checkpoint_path
             facts["weight_data_type"] = kind if form is None else f"fp8 by {form}, {kind}"
@@ -135,12 +135,12 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             "ensemble_name": None,
             "tokenizer_dir": tokenizer or server.folder,
             "served_dirs": tuple(filter(None, (server.folder, server.adapter))),
-            "source_path": server.folder if server.is_from_elsewhere else source,
+            "source_path": server.folder if server.serves_existing else source,
         }
     else:
         # The conversion puts the tokenizer's files next to the shards.
         weights_dir = None if section.server else server.weights_dir
-        is_known = not (section.server or server.is_from_elsewhere)
+        is_known = not (section.server or server.serves_existing)
         # NVIDIA's backend does not limit the length.
         is_bounded = config.deploy.engine != FASTERTRANSFORMER
         most = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN

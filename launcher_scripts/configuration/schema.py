@@ -66,7 +66,7 @@ _DEPENDENCY = (
 class KubernetesSection:
     """`cluster.kubernetes`: further settings of the server's manifests."""
 
-    replicas: int = option("servers, or groups of pods of one server each", 1, within=(1, 1024))
+    replicas: int = option("number of servers, each a pod or a group of pods", 1, within=(1, 1024))
     strategy: str = option(
         "how a new server takes over", "Recreate", choices=("Recreate", "RollingUpdate")
     )
@@ -75,7 +75,7 @@ class KubernetesSection:
     token_secret: str | None = option("Secret whose key `tokens` holds accepted tokens", None)
     tls_secret: str | None = option("Secret of type kubernetes.io/tls", None)
     s3_secret: str | None = option("Secret with the variables of an object store", None)
-    pod_monitor: bool = option("a PodMonitor, for Prometheus' operator", False)
+    pod_monitor: bool = option("add a PodMonitor for the Prometheus operator", False)
     pull_secret: str | None = option("Secret for the registry of the image", None)
     node_selector: dict[str, str] = option("labels that a node must have", {})
 
@@ -93,9 +93,7 @@ class ClusterSection:
     exclude: str | None = option("nodes that must not be used", None)
     gres: str | None = option("generic resources, as sbatch takes them", None)
     comment: str | None = option("comment on each job", None)
-    dependency: str | None = option(
-        "added to the dependencies of every job", None, form=_DEPENDENCY
-    )
+    dependency: str | None = option("additional dependency of every job", None, form=_DEPENDENCY)
     exclusive: bool | None = option("take whole nodes", None)
     overcommit: bool | None = option("more than one task per processor", None)
     gpus_per_node: int | None = option(
@@ -105,7 +103,7 @@ class ClusterSection:
     mem: int | float | str | None = option(
         "memory per node: 0 is all of it, other numbers are GB", None, form=_MEMORY
     )
-    job_name_prefix: str = option("put in front of every job's name", form=_PREFIX)
+    job_name_prefix: str = option("prefix of every job's name", form=_PREFIX)
     srun_args: list[str] = option("appended to every srun", [])
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
@@ -145,7 +143,7 @@ class ModelSection:
         is_path=True,
     )
     checkpoint_name: str | None = option(
-        "of several checkpoints in that folder, the one of this name or pattern; null: the last",
+        "name or pattern of the checkpoint, if that folder has several; null: the last",
         None,
     )
     tensor_model_parallel_size: int = option(
@@ -185,7 +183,7 @@ class TritonDeploymentSection:
         within=(0, 60_000_000),
     )
     instance_count: int = option(
-        "engines of the model in one server, each on GPUs or cores of its own", 1, within=(1, 1024)
+        "engines of the model in one server, each with its own GPUs or cores", 1, within=(1, 1024)
     )
     model_type: str | None = option("model type to serve the weights as, such as T5-Encoder", None)
     parameters: dict[str, Any] = option("further parameters of the model's config.pbtxt", {})
@@ -247,38 +245,38 @@ class WatchSection:
 
     output_dir: str = option("folder of its state, its page and the results by step", is_path=True)
     metric: str | None = option(
-        "figure that names the best; null: the first in which two differ, of those that "
-        "evaluate.gate bounds, then of perplexities, then of the rest",
+        "figure that decides which checkpoint is best; null: the first in which two differ, among "
+        "those that evaluate.gate bounds, then perplexities, then the rest",
         None,
     )
-    parallel: int = option("pipelines at a time", 1, within=(1, 1024))
+    parallel: int = option("number of concurrent pipelines", 1, within=(1, 1024))
     order: str = option(
-        "which of several is first: the oldest, the newest, or (spread) the newest and then always "
-        "the one farthest from those before, so that a curve is coarse first and then fine",
+        "which checkpoint is first: the oldest, the newest, or (spread) the newest and then always "
+        "the one farthest from those evaluated, which refines the curve step by step",
         "oldest",
         choices=("oldest", "newest", "spread"),
     )
     exchange: bool = option(
-        "one server for each of these pipelines, into which the weights of one checkpoint after "
-        "the other are loaded, in place of a server for each checkpoint",
+        "share one server per concurrent pipeline, into which the weights of one checkpoint after "
+        "the other are loaded, instead of starting a server for each checkpoint",
         False,
     )
     keep: int = option("best checkpoints whose repositories are kept", 1, within=(0, INT32))
-    retries: int = option("further attempts after a pipeline that failed", 2, within=(0, 1000))
-    poll_s: float = option("seconds between two looks", 30.0, within=(0.01, SECONDS))
+    retries: int = option("further attempts after a failed pipeline", 2, within=(0, 1000))
+    poll_s: float = option("seconds between scans for checkpoints", 30.0, within=(0.01, SECONDS))
     settle_s: float = option(
         "seconds for which a checkpoint's files must not change", 60.0, within=(0, SECONDS)
     )
     patience_s: float = option(
-        "seconds after which a checkpoint that is not whole, and does not change, is passed over",
+        "seconds after which an incomplete checkpoint that does not change is skipped",
         3600.0,
         within=(0, SECONDS),
     )
     until_step: int | None = option(
-        "end once this step is done; null: go on", None, within=(0, (1 << 63) - 1)
+        "end once this step is done; null: continue", None, within=(0, (1 << 63) - 1)
     )
     idle_s: float | None = option(
-        "end after so many seconds without a new checkpoint; null: go on",
+        "end after so many seconds without a new checkpoint; null: continue",
         None,
         within=(0, SECONDS),
     )
@@ -289,12 +287,12 @@ class UpgradeSection:
     """`upgrade`: what action=upgrade compares (conf/upgrade/default.yaml)."""
 
     rows: dict[str, Any] = option(
-        "keys of each row by its name, next to those of the command line; the first serves today",
+        "keys of each row by row name, added to the command line; the first row serves today",
         {},
     )
     gate: dict[str, Any] = option(
-        "bounds of each row against the first, as evaluate.gate has them; {}: no drop of more than "
-        "1 point of each share, and 1 % of each perplexity, at 95 %",
+        "bounds of each row against the first, as in evaluate.gate; {}: no drop of more than 1 "
+        "point of each share, and 1 % of each perplexity, at 95 %",
         {},
     )
     output_dir: str = option("folder of the rows' results, and of the page", is_path=True)
@@ -319,11 +317,11 @@ class Config:
     base_results_dir: str = option("folder of all results", is_path=True)
     dry_run: bool = option("write and print every job's script and configuration; start nothing")
     overwrite: bool = option("replace outputs of another configuration")
-    wait: bool = option("on a cluster, follow the jobs to their end", False)
+    wait: bool = option("on a cluster, follow the jobs until they end", False)
     action: str = option(
-        "what to do: run, look after jobs with status, logs or cancel, judge the rows of an "
-        "upgrade, or watch a training run and evaluate each of its checkpoints; reports are "
-        "compared by python -m inference.compare",
+        "what to do: run; status, logs or cancel of earlier jobs; upgrade: judge the rows of an "
+        "upgrade; watch: evaluate each checkpoint of a training run (python -m inference.compare "
+        "compares reports)",
         "run",
         choices=("run", "status", "logs", "cancel", "upgrade", "watch"),
     )
@@ -334,8 +332,8 @@ class Config:
     container_mounts: list[str | None] = option("further mounts", form=_MOUNT)
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
     wandb_api_key_file: str | None = option("accepted; nothing is sent", None)
-    numa_mapping: dict[str, Any] = option("accepted; of training only", {})
-    bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
+    numa_mapping: dict[str, Any] = option("accepted; only for training", {})
+    bcp_no_redirect: bool = option("on bcp, all ranks write to the job's log", True)
     debug: bool = option("accepted; HYDRA_FULL_ERROR=1 shows tracebacks", False)
     ci_test: bool = option("accepted for compatibility", False)
     api_log: bool = option("accepted for compatibility", False)
@@ -361,7 +359,7 @@ class Config:
         return self.dry_run or is_set(DEBUG)
 
     @property
-    def plans_for_elsewhere(self) -> bool:
+    def plans_remotely(self) -> bool:
         """Whether scripts are written for a cluster whose files this machine may not see."""
         return self.is_dry_run and self.cluster_type != "local"
 

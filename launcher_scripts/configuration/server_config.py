@@ -41,7 +41,7 @@ def server_config(config: Config) -> DeployConfig:
         # Most servers name a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     has_adapter = config.convert.is_adapter and config.evaluate.server is None
-    is_elsewhere = config.plans_for_elsewhere and not folder.exists()
+    is_remote = config.plans_remotely and not folder.exists()
     # The job requests GPUs only if the cluster has a GPU resource.
     gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
@@ -62,7 +62,7 @@ def server_config(config: Config) -> DeployConfig:
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
         remarks=tuple(filter(None, [placement.warning])),
-        is_elsewhere=is_elsewhere,
+        is_remote=is_remote,
     )
 
 

@@ -99,8 +99,8 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     others = [stage.name for stage in stages if stage.name != "deploy"]
     if others:
         yield (
-            f"cluster_type=kubernetes serves alone, and {', '.join(others)} would run too; run "
-            "them with another cluster_type first, and ask for stages=[deploy]."
+            f"cluster_type=kubernetes only serves, and stages has {', '.join(others)}; run them "
+            "with another cluster_type first, and then stages=[deploy]."
         )
     for server in _servers(stages):
         yield from _problems_of_server(config, server)
@@ -117,7 +117,7 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
     if server.nodes > 1 and server.store is not None:
         yield (
             f"{server.nodes} nodes share the key of their launch through a volume; set "
-            "cluster.kubernetes.claim and serve the repository in it, not deploy.repository="
+            "cluster.kubernetes.claim and serve a repository in it instead of deploy.repository="
             f"{server.repository}."
         )
     if server.engine == OPENAI or (server.engine == VLLM and server.nodes > 1):

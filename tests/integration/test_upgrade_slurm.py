@@ -35,7 +35,7 @@ def test_rows_outlive_a_killed_command_and_are_judged_by_the_next(
     command.communicate()
     again = start(*words, "wait=true")
     text = finish(again, timeout_s=300)
-    assert "goes on; this command waits for its end" in text
+    assert "is still running; waiting for its end" in text
     until(lambda: not slurm_cluster.run("squeue", "-h"), "the end of the rows")
     verdict = json.loads((page / "upgrade.json").read_text())
     assert verdict["exit_status"] == again.returncode in (0, 3, 5), text

@@ -539,7 +539,7 @@ def test_full_disk_is_named_in_one_line(
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(job_folder, "note_command", full)
+    monkeypatch.setattr(job_folder, "record_command", full)
     assert main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "stages=[convert]"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("the disk mounted at ")

@@ -238,7 +238,7 @@ def test_what_pods_cannot_do_is_refused_at_once(
     )
     text = capsys.readouterr().err
     for words in (
-        "cluster_type=kubernetes serves alone, and evaluate would run too",
+        "cluster_type=kubernetes only serves, and stages has evaluate",
         "needs container or deploy.container",
         "needs cluster.kubernetes.claim or ",
         "name a Secret with its content in cluster.kubernetes.token_secret",

@@ -60,7 +60,7 @@ def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
 
 def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
     config = on_cluster(8, 2)
-    with pytest.raises(ValueError, match="a model over 2 nodes needs a server job of its own"):
+    with pytest.raises(ValueError, match="a model over 2 nodes needs a separate server job"):
         build_stage("evaluate", config, Context())
     build_stage("evaluate", config, Context(deploys=True))
 
