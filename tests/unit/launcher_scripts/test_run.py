@@ -148,6 +148,18 @@ def test_job_whose_setup_ends_its_script_has_failed(tmp_path: Path, line: str) -
     assert (found.state, found.exit_code) == ("failed", 1)
 
 
+def test_job_that_ends_while_it_is_polled_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run(WriteStage(settings(tmp_path, "write")), setup=["exec false"])
+    handle = run.submit("write")
+    assert isinstance(handle, LocalHandle)
+    os.waitid(os.P_PID, handle.process.pid, os.WEXITED | os.WNOWAIT)
+    answers, poll = [None], handle.process.poll
+    monkeypatch.setattr(handle.process, "poll", lambda: answers.pop() if answers else poll())
+    assert handle.poll() == "failed"
+
+
 def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     run, _ = make_run(
