@@ -34,10 +34,7 @@ _TORCH_DIST = ("--output-format", "torch_dist")
 
 
 def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
-    """Write a GPT-2 of about `size_gb` GB (10^9 bytes) in fp16, unless it exists.
-
-    Returns the paths of its Hugging Face folder, its shards and its torch_dist checkpoint.
-    """
+    """Write a GPT-2 of about `size_gb` 10^9 bytes in fp16; return folder, shards, torch_dist."""
     folder, hidden = work_dir / f"gpt_{size_gb:g}gb", 2048 if size_gb >= 1 else 512
     embedded = (_VOCAB + _POSITIONS) * hidden
     layers = max(2, round((size_gb * 1e9 / 2 - embedded) / (12 * hidden * hidden)))

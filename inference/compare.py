@@ -49,14 +49,9 @@ def default_bounds(first: Report) -> dict[str, Bound]:
 def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> tuple[str, int]:
     """Compare the later runs with the first, and write upgrade.html, .md, .json and junit.xml.
 
-    Args:
-        runs: by name; a string is the reason why a run has no report.
-        bounds: by metric; empty for the default bounds.
-        output_dir: for the files; created if missing.
-
-    Returns:
-        The text for a terminal, and the exit status: 3 if a run breaches a bound, 4 if a run has no
-        figures to compare, 5 if the samples do not show that all bounds hold, else 0.
+    A string in place of a run is the reason why it has no report. Returns the text for a terminal
+    and the exit status: 3 if a run breaches a bound, 4 if a run has no metrics to compare, 5 if the
+    samples do not show that all bounds hold, else 0.
 
     Raises:
         ValueError: the first run has no report, or a bound cannot be applied to it.
@@ -188,11 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> tuple[str, int]:
-    """Return the output of the command and its status.
-
-    Raises:
-        ValueError: options exclude each other, or runs cannot be compared.
-    """
+    """Return the command's output and status. Raises ValueError for wrong options or runs."""
     if options.gate is None and options.bound:
         raise ValueError("--bound needs --gate FOLDER.")
     if options.gate is not None and options.output is not None:

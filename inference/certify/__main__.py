@@ -69,11 +69,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _section(values: dict[str, Any]) -> CertifySection:
-    """Return the parsed options as a section, with the default output folder.
-
-    Raises:
-        ValueError: the operands are incomplete, or an option has a wrong value.
-    """
+    """Return the parsed options as a section. Raises ValueError if they are incomplete or wrong."""
     source, folder, training = map(values.get, ("source", "folder", "training"))
     if folder is None and ("endpoint" not in values if source else training is None):
         raise ValueError("name SOURCE and FOLDER, or SOURCE or --training FILE with --endpoint URL")

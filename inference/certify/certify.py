@@ -35,9 +35,8 @@ def certify(
 ) -> Certificate:
     """Compare a folder with its source in every part.
 
-    Without a folder, only the endpoint is compared with the source; without both, the endpoint is
-    compared with a training step. `given` are config.ini values that the source does not state, as
-    for a conversion.
+    Without a folder, only the endpoint is compared with the source; without both, with a training
+    step. `given` are config.ini values that the source does not state, as for a conversion.
 
     Raises:
         CheckpointMismatchError: the source cannot be read, or is a model of another family.

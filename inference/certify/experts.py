@@ -10,7 +10,7 @@ from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, Stor
 from export_scripts.conversion.tensor_plan import TensorPlan
 from export_scripts.families.mapping.source_mapping import ENTRY
 from export_scripts.numeric.arrays import Array
-from inference.certify.pair import Pair
+from inference.certify.pair import Pair, keys_read
 
 _ROUTER = ".mlp.router.weight"
 
@@ -47,19 +47,18 @@ class ExpertLayer:
     @property
     def keys(self) -> set[str | None]:
         """The names under which the source stores them."""
-        return {self.pair.facts.resolve(key) for item in self.items for key, _ in item.reads}
+        return {*map(self.pair.facts.resolve, keys_read(self.items))}
 
     @property
     def router(self) -> str | None:
         """The name of the router's matrix (experts, hidden)."""
         items = (item for item in self.items if item.tensor.name.endswith(_ROUTER))
-        return next((self.pair.facts.resolve(key) for item in items for key, _ in item.reads), None)
+        return next(map(self.pair.facts.resolve, keys_read(items)), None)
 
     def reordered(self, order: Sequence[int]) -> Pair | None:
         """Return the pair with the source's experts and their router rows in another order.
 
-        None if the order mixes groups of experts: a router that selects groups first would then
-        compute something else.
+        None if it moves experts between groups, which changes what the router selects.
         """
         size = len(order) // getattr(self.pair.config, "group_num", 1)
         groups = (order[first : first + size] for first in range(0, len(order), size))

@@ -101,10 +101,7 @@ def is_same(one: Any, other: Any) -> bool:
 def differing(
     source: Mapping[str, Any], folder: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted name of each setting that differs, with the source's value and the folder's.
-
-    A missing setting counts as None.
-    """
+    """Yield (dotted name, source's value, folder's) of settings that differ; None: missing."""
     source, folder = dotted(source), dotted(folder)
     for name in dict.fromkeys((*source, *folder)):
         if not is_same(one := source.get(name), other := folder.get(name)):

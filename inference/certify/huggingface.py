@@ -125,11 +125,7 @@ def _stacks(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def import_transformers() -> Any:
-    """Return transformers with its output silenced.
-
-    Raises:
-        NoLibraryError: it is not installed.
-    """
+    """Return transformers with its output silenced. Raises NoLibraryError if it is missing."""
     try:
         import transformers
     except ImportError as error:

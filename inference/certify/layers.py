@@ -30,7 +30,7 @@ from inference.certify.findings import DIFFERS, UP_TO, Part, Remark, not_compute
 from inference.certify.huggingface import load_huggingface
 from inference.certify.megatron import load_megatron
 from inference.certify.options import CertifySection
-from inference.certify.pair import Folder, Pair, stored_type
+from inference.certify.pair import Folder, Pair, pieces_of, stored_type
 from inference.certify.shards import run_shards
 from inference.certify.tolerances import ROUTED, tolerance_of
 from inference.engine.capacity import available_bytes
@@ -115,7 +115,7 @@ def _compare_folder(
 def _may_change_routing(pair: Pair) -> bool:
     """Return whether rounding may choose another expert, which changes a token's whole state."""
     architecture = None if pair.config is None else pair.config.architecture()
-    kinds = {each.dtype for pieces in pair.facts.reader.tensors.values() for each in pieces}
+    kinds = {piece.dtype for piece in pieces_of(pair.facts.reader)}
     return getattr(architecture, "expert_num", 0) > 0 and pair.folder.data_type not in kinds
 
 
@@ -124,8 +124,7 @@ def stored_types(folder: Folder) -> Iterator[str]:
     yield folder.data_type
     if folder.is_undecoded:
         yield QUANTIZATION
-    for pieces in folder.reader.tensors.values():
-        yield from (stored_type(piece) for piece in pieces if piece.stored[1:])
+    yield from (stored_type(piece) for piece in pieces_of(folder.reader) if piece.stored[1:])
 
 
 def _error_row(
@@ -162,7 +161,7 @@ def _findings(rows: list[dict[str, Any]], tolerance: float) -> Iterator[Remark]:
 def _memory_problem(pair: Pair) -> str:
     """Return an error message if a model in fp32 exceeds the free memory; else an empty string."""
     needed = _COMPUTED_BYTES * max(
-        sum(math.prod(piece.shape) for pieces in reader.tensors.values() for piece in pieces)
+        sum(math.prod(piece.shape) for piece in pieces_of(reader))
         for reader in (pair.facts.reader, pair.folder.reader)
     )
     if needed < (free := available_bytes()):
@@ -195,10 +194,9 @@ def _load_folder(
     architecture: Architecture | None,
     scratch_dir: Path,
 ) -> Source:
-    """Load a Hugging Face folder, or its conversion where the library cannot load it.
+    """Load a Hugging Face folder, or its conversion if packages for its quantisation are missing.
 
-    Quantised weights need packages that may be missing. PEFT merges the adapters that it can read,
-    the conversion the others.
+    PEFT merges the adapters that it can read, the conversion the others.
     """
     adapters = () if request is None else request.lora_checkpoints
     is_quantised = quantization(index_huggingface(path)[0]) is not None

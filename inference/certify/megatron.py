@@ -63,10 +63,7 @@ def _compute(
     state: Mapping[str, torch.Tensor],
     inputs: ModelInputs,
 ) -> Activations:
-    """Run GPTModel.
-
-    `config` are the arguments of TransformerConfig, `model` those of GPTModel, `state` its tensors.
-    """
+    """Run GPTModel with the arguments of its TransformerConfig, its own, and its tensors."""
     activations: Activations = {}
     count = len(inputs.ids)
     with _one_rank():

@@ -75,8 +75,7 @@ def source_request(
 ) -> ConversionRequest:
     """Return a conversion request that reads the source as the folder's conversion read it.
 
-    `given` are config.ini values that the source does not state; `others` are the fields of the
-    request that describe its output.
+    `given` are config.ini values that the source does not state, `others` fields of the output.
     """
     paths = {name: getattr(options, name) for name in ("model_config", "vocab_path", "merges_path")}
     files: Any = {name: None if path is None else Path(path) for name, path in paths.items()}
@@ -93,24 +92,15 @@ def source_request(
 
 
 def endpoint_problems(options: CertifySection, name_of: Callable[[str], str]) -> Iterator[str]:
-    """Yield options of a server without an endpoint, and lengths or sizes that do not fit.
-
-    `name_of` spells an option as its user does.
-    """
-    endpoint, protocol = name_of("endpoint"), name_of("protocol")
-    for option_name in ("training", "model", "ca", "token_file"):
-        is_set = getattr(options, option_name) is not None
-        if is_set and options.endpoint is None and not options.serve:
-            yield f"{name_of(option_name)} is for a server: set {endpoint} to its URL."
+    """Yield problems of the options that concern a server; `name_of` spells their names."""
+    for name in ("training", "model", "ca", "token_file"):
+        if options.endpoint is None and getattr(options, name) is not None and not options.serve:
+            yield f"{name_of(name)} is for a server: set {name_of('endpoint')} to its URL."
     if options.training is not None and options.protocol != OPENAI:
-        yield (
-            f"{name_of('training')} needs {protocol}={OPENAI}, not {options.protocol}; leave "
-            f"{protocol} out."
-        )
+        needed = f"{name_of('protocol')}={OPENAI}"
+        yield f"{name_of('training')} needs {needed}, not {options.protocol}."
     if not options.batch_sizes:
         yield f"{name_of('batch_sizes')} is empty; name at least one, such as [1]."
     if (shortest := options.min_input_len) is not None and shortest > options.input_len:
-        least, most = name_of("min_input_len"), name_of("input_len")
-        yield (
-            f"{least}={shortest} exceeds {most}={options.input_len}; lower {least} or raise {most}."
-        )
+        longest = f"{name_of('input_len')}={options.input_len}"
+        yield f"{name_of('min_input_len')}={shortest} exceeds {longest}; lower it."

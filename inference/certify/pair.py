@@ -8,8 +8,9 @@ compared by tensor name, if both sides are Hugging Face folders.
 import contextlib
 import dataclasses
 import filecmp
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,17 @@ _IRRELEVANT_FILES = (
 )
 
 
+def keys_read(items: Iterable[TensorPlan]) -> Iterator[str]:
+    """Yield the names of the source's tensors that some items of a plan read."""
+    for item in items:
+        yield from (key for key, _ in item.reads)
+
+
+def pieces_of(reader: CheckpointReader) -> Iterator[Piece]:
+    """Yield every piece of a checkpoint; a tensor has one for each rank that holds a part."""
+    return itertools.chain.from_iterable(reader.tensors.values())
+
+
 def stored_type(piece: Piece) -> str:
     """Return the stored type of a tensor; for packed integers "int" and the number of bits."""
     values = piece.stored[0]
@@ -130,8 +142,9 @@ class Folder:
     @property
     def is_undecoded(self) -> bool:
         """Whether it states a quantisation, but none of its tensors could be widened."""
-        pieces = (piece for ranks in self.reader.tensors.values() for piece in ranks)
-        return self.quantised is not None and not any(piece.stored[1:] for piece in pieces)
+        return self.quantised is not None and not any(
+            piece.stored[1:] for piece in pieces_of(self.reader)
+        )
 
     def missing_tensors(self) -> Iterator[str]:
         """Yield the tensors that its own configuration requires and that it does not hold."""
@@ -146,7 +159,7 @@ class Folder:
     @property
     def data_type(self) -> str:
         """The floating-point type of most of its bytes."""
-        pieces = [piece for ranks in self.reader.tensors.values() for piece in ranks]
+        pieces = [*pieces_of(self.reader)]
         kinds = {piece.dtype for piece in pieces if piece.dtype in FLOATING_TYPES} or {"fp32"}
         return max(kinds, key=lambda kind: sum(p.span_bytes for p in pieces if p.dtype == kind))
 
@@ -391,7 +404,7 @@ def _pair_by_plan(
     expected = {tensor.key: tensor for tensor in map(folder.with_stored_name, views)}
     found = (tensor for key, tensor in expected.items() if key in folder.reader.tensors)
     stored_items = {item for tensor in found for item in tensor.items}
-    reads = (key for item in plan.tensors if item not in stored_items for key, _ in item.reads)
+    reads = keys_read(item for item in plan.tensors if item not in stored_items)
     lost = (key for key in reads if is_same_type and key not in expected)
     for key in (*lost, *shared):
         expected[key] = copied_tensor(key, facts.pieces(key)[0].shape)
@@ -425,8 +438,8 @@ def _token_settings(source: Path, folder: Folder) -> list[tuple[str, str]]:
 def _unused_tensors(plan: ConversionPlan) -> Iterator[str]:
     """Yield the source's tensors that no tensor of the plan reads."""
     facts, mapping = plan.facts, plan.mapping
-    read = {key for item in plan.tensors for key, _ in item.reads}
-    used = {facts.resolve(key) for key in (*read, *mapping.copies(facts, plan.config))}
+    read = (*keys_read(plan.tensors), *mapping.copies(facts, plan.config))
+    used = {*map(facts.resolve, read)}
     for key in facts.keys():  # noqa: SIM118 - not a mapping
         if key not in used and not mapping.is_ignored(key):
             yield key
@@ -436,7 +449,7 @@ def _untied(plan: ConversionPlan) -> Iterator[Remark]:
     """Yield a remark for each head of a source that is stored, is said to be tied, and differs."""
     facts = plan.facts
     items = (item for item in plan.tensors if item.tensor.name in ("model.wte", "shared.weight_T"))
-    tables = [key for item in items for key, _ in item.reads]
+    tables = [*keys_read(items)]
     for key in plan.mapping.copies(facts, plan.config):
         for table in tables:
             if key.endswith(TIED_TABLES) and facts.has(key) and not facts.same_values(key, table):

@@ -140,8 +140,7 @@ def _served_log_probs(
     """Return the log probabilities of each row's tokens, requested for `size` rows at a time.
 
     Raises:
-        EvaluationError: the endpoint does not answer, gives no log probabilities, or has read other
-            tokens.
+        EvaluationError: the endpoint gives no answer or scores, or has read other tokens.
     """
     prompts = [list(row.ids) for row in rows]
     scored_prompt = {"echo": True, "logprobs": 1}

@@ -25,7 +25,7 @@ from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import crc32
 from inference.certify.experts import expert_layers, order_of_rows
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Part, Remark, Status
-from inference.certify.pair import OTHER_FILE, Pair, stored_type
+from inference.certify.pair import OTHER_FILE, Pair, keys_read, stored_type
 
 # Calibration moves errors from one value to another. Bounds of such errors: distance from 1 of the
 # factor of a group of values, the same for a whole block, and the mean error of a group in standard
@@ -122,8 +122,7 @@ _FP8 = _Rounding("fp8", relative=2.0**-4 * 1.08, of_largest=2.0**-18)
 def _off_groups(source: Array, value: Array) -> Array:
     """Return which values belong to a group that was scaled or shifted as a whole.
 
-    Calibration moves errors between the values of a group, so they cancel over the group; a wrong
-    scale or zero point does not.
+    Errors that calibration moves within a group cancel; those of a wrong scale do not.
     """
     count = len(source) // _GROUP * _GROUP
     expected, found = (side[:count].reshape(-1, _GROUP) for side in (source, value))
@@ -138,27 +137,19 @@ def _off_groups(source: Array, value: Array) -> Array:
 
 def _source_pieces(pair: Pair, written: WrittenTensor) -> list[Piece]:
     """Return the pieces of the source from which a tensor is made."""
-    reads = (key for item in written.items for key, _ in item.reads)
-    return [piece for key in reads for piece in pair.facts.pieces(key)]
+    return [piece for key in keys_read(written.items) for piece in pair.facts.pieces(key)]
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """One stored tensor of a pair's folder, or one rank's file of it, and its expected value.
-
-    Attributes:
-        written: how the source makes it.
-        stored: the tensor in the folder.
-        shape: the expected shape.
-        rank: of a folder of shards; 0 in others.
-    """
+    """One stored tensor of a pair's folder, or one rank's file of it, and its expected value."""
 
     pair: Pair
     key: str
-    written: WrittenTensor
+    written: WrittenTensor  # its sources
     stored: Piece
-    shape: tuple[int, ...]
-    rank: int = 0
+    shape: tuple[int, ...]  # expected
+    rank: int = 0  # in a folder of shards
 
     @property
     def sources(self) -> list[Piece]:
@@ -168,8 +159,7 @@ class _Unit:
     @property
     def source_keys(self) -> set[str | None]:
         """The names of the source's tensors from which it is made."""
-        reads = (key for item in self.written.items for key, _ in item.reads)
-        return {self.pair.facts.resolve(key) for key in reads}
+        return {*map(self.pair.facts.resolve, keys_read(self.written.items))}
 
     @property
     def width(self) -> int:
@@ -196,10 +186,7 @@ class _Unit:
         return self.stored.load(self.pair.folder.facts.maps).reshape(-1)
 
     def expected(self, kind: str, count: int) -> Iterator[Array]:
-        """Yield the first `count` expected values, flat, in blocks.
-
-        A block is valid until the next one is taken.
-        """
+        """Yield the first `count` expected values, flat; a block is valid until the next one."""
         facts, tp_size = self.pair.facts, self.pair.folder.facts.tp_size
 
         def pieces() -> Iterator[tuple[Parts, Any, str]]:
@@ -226,10 +213,7 @@ class _Unit:
         return expected.reshape(-1, self.width), values.reshape(-1, self.width)
 
     def roundings(self, types: set[str]) -> Sequence[_Rounding]:
-        """Return the errors that its type may explain, smallest first; none if bytes must match.
-
-        `types` are those of its pieces in the source.
-        """
+        """Return roundings that may explain errors, smallest first; `types` are the source's."""
         if self.pair.folder.quantised is not None and len(self.stored.stored) > 1:
             if (kind := stored_type(self.stored)) == "fp8":
                 return [_FP8]
@@ -305,12 +289,9 @@ def _unexpected(pair: Pair, key: str) -> _Unit | TensorRecord:
 class _Differences:
     """Differences of the values compared so far.
 
-    Attributes:
-        roundings: smallest first; a value is explained by the first that covers its error.
-        level: index of the largest rounding that a value has needed.
-        count: values whose bytes differ.
-        bad: values that no rounding explains; `rows` and `columns` (first, last) are theirs.
-        error: largest absolute difference.
+    Each value is explained by the first of the roundings that covers its error; `level` is the
+    largest index needed so far. `rows` and `columns` (first, last) are those of the `bad` values,
+    which none explains; `count` values have other bytes, and the largest difference is `error`.
     """
 
     unit: _Unit
@@ -449,10 +430,7 @@ def _cut(rows: int, source_rows: int, tokens: int | None) -> tuple[str, str]:
 
 
 def _explanation(unit: _Unit, record: TensorRecord, known: Mapping[tuple[Any, ...], str]) -> str:
-    """Say how the values of a changed tensor are related to the source's, if that can be seen.
-
-    `known` are the keys of tensors by shape, type and checksum of their expected bytes.
-    """
+    """Say how a changed tensor's values are related to those of `known` tensors, if visible."""
     values = unit.values()
     other = known.get((record.shape, record.data_type, crc32(values.tobytes(), 0)), unit.key)
     if other != unit.key:

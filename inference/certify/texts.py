@@ -48,18 +48,13 @@ _TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 class _Encoder(NamedTuple):
     """A loaded tokenizer.
 
-    Attributes:
-        encode: (text, whether to add special tokens) -> ids.
-        decode: (ids, whether to keep special tokens) -> text.
-        tokens: number of ids, 0 to the largest.
-        vocabulary: token -> id; empty if the library does not give it.
-        special: role -> special token; empty if the library does not give it.
+    `vocabulary` (token -> id) and `special` (role -> token) are empty if the library has none.
     """
 
     library: str
-    encode: Callable[[str, bool], list[int]]
-    decode: Callable[[list[int], bool], str]
-    tokens: int
+    encode: Callable[[str, bool], list[int]]  # text, whether to add special tokens
+    decode: Callable[[list[int], bool], str]  # ids, whether to keep special tokens
+    tokens: int  # largest id + 1
     vocabulary: Mapping[str, int] = {}
     special: Mapping[str, Any] = {}
 

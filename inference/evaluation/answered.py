@@ -63,13 +63,9 @@ class Answers:
         again: int,
         reuse: Callable[[Table], None] = lambda _: None,
     ) -> None:
-        """Read the journal.
+        """Read a journal; `compared` are the fields of a reply that the check compares.
 
-        Args:
-            journal: of the task, as `answer_journal` returns it.
-            compared: fields of a reply that have to stay the same.
-            again: number of stored replies that are requested again.
-            reuse: called with each stored reply that replaces a request.
+        `again` is the number of replies to check; `reuse` is called with each reused reply.
         """
         self._journal, self._compared, self._unchecked = journal, compared, again
         self._reuse, self._lock, self.reused = reuse, threading.Lock(), 0

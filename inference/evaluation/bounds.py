@@ -48,21 +48,19 @@ class PairedBound:
 
     @classmethod
     def parse(cls, sentence: str) -> PairedBound:
-        """Parse a sentence.
-
-        Raises:
-            ValueError: it is not a bound.
-        """
+        """Parse a sentence. Raises ValueError if it is not a bound."""
+        error = ValueError(
+            f"{sentence!r} is not a bound; write 'no change', or {EXAMPLE!r} (or rise, a number in "
+            "the metric's unit, or % of the baseline; above 50 % and below 100 %), and append ', "
+            "advisory' if it should not decide."
+        )
         found = _SENTENCE.fullmatch(" ".join(sentence.split()))
-        confidence, is_change = 0.0, found is not None and found["word"] == CHANGE
-        if found is not None:
-            confidence = float(found["confidence"] or 100 * is_change) / 100
-        if found is None or is_change != (confidence == 1) or not 0.5 < confidence <= 1:
-            raise ValueError(
-                f"{sentence!r} is not a bound; write 'no change', or {EXAMPLE!r} (or rise, a "
-                "number in the metric's unit, or % of the baseline; above 50 % and below 100 %), "
-                "and append ', advisory' if it should not decide."
-            )
+        if found is None:
+            raise error
+        is_change = found["word"] == CHANGE
+        confidence = float(found["confidence"] or 100 * is_change) / 100
+        if is_change != (confidence == 1) or not 0.5 < confidence <= 1:
+            raise error
         amount = None if found["amount"] is None else float(found["amount"])
         unit = (found["unit"] or "").rstrip("s")
         is_advisory = found["advisory"] is not None

@@ -82,7 +82,7 @@ class Verdict:
             parts.append(f"up to {100 * self.unseen:.2g} % of all samples could be hurt unseen")
         if self.smallest is not None:
             parts.append(f"80 % of runs catch {amount_text(self.smallest, self.unit)}")
-        return "; ".join(part for part in (*parts, self.note) if part)
+        return "; ".join(filter(None, (*parts, self.note)))
 
     def __str__(self) -> str:
         verb = {HELD: "holds", BREACHED: "breaches"}.get(self.status, "is insufficient for")
@@ -90,7 +90,7 @@ class Verdict:
         text = f"{self.metric} = {self.value:.6g} {verb} {self.bound}{tier}"
         if self.drop is not None:
             return f"{text}: {self.text}"
-        return "; ".join(part for part in (text, self.note) if part)
+        return "; ".join(filter(None, (text, self.note)))
 
     @property
     def _drop_text(self) -> str:

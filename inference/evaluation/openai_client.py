@@ -76,11 +76,7 @@ class OpenAIClient:
         self._opener = urllib.request.build_opener(*handlers, _NoRedirection())
 
     def get(self, path: str) -> Any:
-        """Return the JSON at a path below the base URL.
-
-        Raises:
-            RequestFailedError: there is no such answer.
-        """
+        """Return the JSON at a path below the base URL. Raises RequestFailedError."""
         return self._json(path, None)
 
     @property

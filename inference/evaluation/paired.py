@@ -14,8 +14,7 @@ _ONE_SIDED = 0.975  # of each limit of a 95% interval
 def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pairs | None:
     """Pair a metric's scores in this run with those in another one.
 
-    `found` are this run's predictions, each with the other run's values. None if the metric is not
-    a mean over samples, or a sample lacks its quantities.
+    `found` are predictions with the other run's values. None unless all have the mean's quantities.
     """
     names = [name for name in (metric.sample_value, metric.weight) if name]
     rows = [(new.values, old) for new, old in found if metric.group in ("", new.group)]

@@ -240,10 +240,7 @@ def _check_binary(pairs: Pairs, margin: float, alpha: float) -> tuple[DropTest, 
 
 
 def _check_mean(pairs: Pairs, margin: float, alpha: float, most: float) -> tuple[DropTest, float]:
-    """Test a mean; also return the number of samples that would show "held".
-
-    `most` is the largest loss of one sample.
-    """
+    """Test a mean of samples that lose at most `most`; also return the samples that show "held"."""
     from scipy.special import stdtr, stdtrit  # importing scipy.stats takes a second
 
     count, drop = len(pairs.new), float(pairs.losses().mean())

@@ -249,11 +249,7 @@ def read_report(path: Path) -> Report:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Read a predictions.jsonl.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """Read a predictions.jsonl. Raises ValueError if it is damaged."""
     try:
         with path.open("rb") as file:
             return [record_in(Prediction, line) for line in file]

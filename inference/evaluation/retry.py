@@ -1,6 +1,5 @@
 """Retry requests that a server puts off: after the time it names, or with growing delays."""
 
-import itertools
 import random
 import threading
 import time
@@ -40,8 +39,8 @@ def with_retries(
     Raises:
         RequestFailedError: that of the last attempt, also if the server asks for a longer wait.
     """
-    deadline = time.monotonic() + within_s
-    for attempt in itertools.count():
+    deadline, attempt = time.monotonic() + within_s, 0
+    while True:
         try:
             return ask()
         except RetryableError as error:
@@ -52,4 +51,4 @@ def with_retries(
             if is_too_late or (error.is_lost and not lost_too) or _interrupted.wait(wait_s):
                 raise
         tally.count("retried")
-    raise AssertionError("unreachable: itertools.count never ends")
+        attempt += 1

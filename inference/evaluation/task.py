@@ -347,18 +347,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> DatasetSamples:
-        """Read and check the data.
-
-        Raises:
-            ValueError: the data cannot be used.
-        """
+        """Read and check the data. Raises ValueError if it cannot be used."""
 
     def start(self) -> None:
-        """Send the requests that a run needs once, before the first sample.
-
-        Raises:
-            EvaluationError: they fail.
-        """
+        """Send requests that are needed once, before the first sample. Raises EvaluationError."""
         return
 
     @abc.abstractmethod

@@ -36,9 +36,9 @@ class Baseline:
     @property
     def source(self) -> str:
         """The run of its metrics, in words; empty without one."""
-        if self.report is None or not self.report.started_at:
-            return "" if self.report is None else self.report.run_id
-        return f"run {self.report.run_id} of {self.report.started_at}"
+        if (run := self.report) is None:
+            return ""
+        return f"run {run.run_id} of {run.started_at}" if run.started_at else run.run_id
 
     @cached_property
     def _values(self) -> dict[tuple[str, str], Values]:

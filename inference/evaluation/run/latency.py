@@ -195,8 +195,7 @@ def _sender(
 ) -> Callable[[int], tuple[float, int, list[float]]]:
     """Return a function that sends a load's request of some number.
 
-    It returns the duration of the answered attempt, the number of generated tokens, and their
-    arrival times (empty unless the model streams), in seconds.
+    It returns the duration of the answered attempt, the number of tokens, and their arrivals (s).
     """
     rows, prompts, output_len = load.batch_size, load.prompts, load.shape.output_len
 

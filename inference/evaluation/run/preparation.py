@@ -56,11 +56,7 @@ class Prepared:
 
 
 def prepare_task(task: Task) -> Prepared:
-    """Read the data of a task.
-
-    Raises:
-        ValueError: the data cannot be used.
-    """
+    """Read the data of a task. Raises ValueError if it cannot be used."""
     return Prepared(task, *task.prepare())
 
 
@@ -76,11 +72,7 @@ def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list
 
 
 def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline:
-    """Return the baseline to compare with; an empty one if none is configured.
-
-    Raises:
-        ValueError: it was measured on other samples.
-    """
+    """Return the configured baseline, or an empty one. Raises ValueError if samples differ."""
     if options.baseline != "compare" or options.baseline_path is None:
         return Baseline()
     baseline = read_baseline(Path(options.baseline_path))

@@ -129,9 +129,7 @@ def _ask_all(
     concurrency: int,
     progress: ProgressCallback,
 ) -> list[Prediction]:
-    """Return the prediction of every sample, in their order.
-
-    Only twice as many samples as `concurrency` are submitted at a time.
+    """Return the prediction of every sample, in order; few samples are submitted ahead.
 
     Raises:
         EvaluationError: a sample could not be evaluated.
@@ -238,8 +236,7 @@ def _failure_message(
 def with_load_effect(run: TaskRun, model: TextGenerator, bounds: Bounds) -> TaskRun:
     """Repeat some samples one at a time, and return the run with the effect of the server's load.
 
-    This is done only if a bound compares a mean over samples with the baseline. Metrics of scores 0
-    and 1 get no effect, because a few samples do not determine it.
+    Only if a bound compares a mean over samples; a few samples say nothing about scores 0 and 1.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
     report, task, samples = run.report, run.prepared.task, run.prepared.samples

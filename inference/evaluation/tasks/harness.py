@@ -215,11 +215,7 @@ class HarnessTask(Task):
         return 0 if self._answers is None else self._answers.reused
 
     def start(self) -> None:
-        """Run the task.
-
-        Raises:
-            EvaluationError: the harness or a request failed.
-        """
+        """Run the task. Raises EvaluationError if the harness or a request fails."""
         from lm_eval import simple_evaluate
 
         options, harness = self.options, self.options.harness

@@ -21,10 +21,7 @@ def read_served(folder: Path | None) -> FTConfig | None:
 
 
 def served_architecture(options: EvaluationOptions) -> Architecture | None:
-    """Return the served architecture from config.ini, or else from the checkpoint.
-
-    None if neither can be read.
-    """
+    """Return the architecture of config.ini, or else of the checkpoint; None without either."""
     try:
         config = read_served(options.weights_dir)
         if config is None and options.source_path is not None and options.source_path.exists():
