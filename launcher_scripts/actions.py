@@ -63,11 +63,11 @@ def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) 
 
     Return the exit status.
     """
-    found = _run_dirs(config)
+    run_dirs = _run_dirs(config)
     is_named = not all(is_below(override, _RUN_INDEPENDENT) for override in overrides)
-    if config.run_dir is None and is_named and config.results_dir not in found:
-        found = [config.results_dir]
-    if not found:
+    if config.run_dir is None and is_named and config.results_dir not in run_dirs:
+        run_dirs = [config.results_dir]
+    if not run_dirs:
         console.say(
             f"{config.base_results_dir} records no run; give the results folder of one as "
             "run_dir=<folder>."
@@ -75,27 +75,27 @@ def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) 
         return EXIT_USAGE
     status = EXIT_OK
     queue = functools.cache(slurm_state.queue_now)
-    for each in found:
+    for results_dir in run_dirs:
         damage: list[str] = []
-        records = jobs_in(each, queue, damage)
+        records = jobs_in(results_dir, queue, damage)
         if not (records or damage):
             console.say(
-                f"{each} holds no jobs; give a folder with <stage>/job.json in it as "
+                f"{results_dir} holds no jobs; give a folder with <stage>/job.json in it as "
                 "run_dir=<folder>."
             )
             status = max(status, EXIT_USAGE)
             continue
-        console.say("\n".join([str(each), *damage]))
+        console.say("\n".join([str(results_dir), *damage]))
         status = max(status, EXIT_FAILED if damage else EXIT_OK)
         if config.action == "cancel" and config.is_dry_run:
             for job in records:
                 if not job.is_final:
                     console.say(f"dry run: {job.stage} (job {job.job_id}) would be cancelled")
         elif config.action == "status":
-            status = max(status, _status(each, records, queue(), console))
+            status = max(status, _status(results_dir, records, queue(), console))
         else:
             act = _logs if config.action == "logs" else cancel_jobs
-            status = max(status, act(each, records, console))
+            status = max(status, act(results_dir, records, console))
     return status
 
 
@@ -113,54 +113,54 @@ def read_job(
 ) -> record.JobRecord | None:
     """Return a job's record, corrected from the scheduler or from this machine's processes."""
     path = results_dir / stage / record.RECORD_NAME
-    found = record.read_record(path)
-    if found is None or found.is_final:
-        return found
-    if found.cluster == _QUEUED_CLUSTER:
+    job = record.read_record(path)
+    if job is None or job.is_final:
+        return job
+    if job.cluster == _QUEUED_CLUSTER:
         return slurm_state.reconcile(path, queue)
     # Before the job has an id, `process` is that of the submitting command.
-    has_process = bool(found.job_id) and found.process is not None
-    if has_process and _is_local(found) and not _is_process_of(found, path.parent):
+    has_process = bool(job.job_id) and job.process is not None
+    if has_process and _is_local(job) and not _is_process_of(job, path.parent):
         error = "the job ended without a result: killed, or the machine was restarted"
-        return record.exchange_record(path, found, replace(found, state=record.LOST, error=error))
-    return found
+        return record.exchange_record(path, job, replace(job, state=record.LOST, error=error))
+    return job
 
 
 def jobs_in(
     results_dir: Path,
-    ask: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
+    get_queue: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
     damage: list[str] | None = None,
 ) -> list[record.JobRecord]:
     """Return the jobs of a results folder in stage order, from their records and Slurm's queue.
 
     A stage has several jobs if the queue holds some that its record does not name: a chain, or
-    jobs whose record was deleted or replaced. The last of these takes over the record
-    unless a live job has it. A damaged record is skipped; its problem is added to `damage` unless
-    the queue holds jobs of that stage.
+    jobs whose record was deleted or replaced. The last of these takes over the record unless a live
+    job has it. A damaged record is skipped; its problem is added to `damage` unless the queue holds
+    jobs of that stage.
     """
-    queue = ask()
+    queue = get_queue()
     queued = slurm_state.jobs_below(results_dir, queue)
-    found = []
+    jobs = []
     for stage in STAGES:
-        path, own = results_dir / stage / record.RECORD_NAME, None
+        path, job = results_dir / stage / record.RECORD_NAME, None
         try:
-            own = read_job(results_dir, stage, queue)
+            job = read_job(results_dir, stage, queue)
         except DamagedFileError as damaged:
             if damage is not None and stage not in queued:
                 damage.append(str(damaged))
-        others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
-        if others and (own is None or own.is_final or not own.job_id):
-            new = _queued_record(path, others.pop(), queue)
-            if own is not None and not own.is_final:  # the command has yet to record the job id
-                new = replace(own, job_id=new.job_id, log=new.log, host="", process=None)
-            own = record.exchange_record(path, own, new)
-        elif own is not None and _is_abandoned(own):
+        unrecorded = [each for each in queued.get(stage, ()) if job is None or each != job.job_id]
+        if unrecorded and (job is None or job.is_final or not job.job_id):
+            new = _queued_record(path, unrecorded.pop(), queue)
+            if job is not None and not job.is_final:  # the command has yet to record the job id
+                new = replace(job, job_id=new.job_id, log=new.log, host="", process=None)
+            job = record.exchange_record(path, job, new)
+        elif job is not None and _is_abandoned(job):
             error = "the command that was submitting it has ended, and there is no such job"
-            own = record.exchange_record(path, own, replace(own, state=record.LOST, error=error))
-        found += [own] * (own is not None) + [
-            _queued_record(path, other, queue) for other in others
-        ]
-    return [each for each in found if each is not None]
+            job = record.exchange_record(path, job, replace(job, state=record.LOST, error=error))
+        if job is not None:
+            jobs.append(job)
+        jobs += [_queued_record(path, job_id, queue) for job_id in unrecorded]
+    return jobs
 
 
 def _queued_record(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
@@ -177,44 +177,42 @@ def _queued_record(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> re
     )
 
 
-def _is_abandoned(found: record.JobRecord) -> bool:
+def _is_abandoned(job: record.JobRecord) -> bool:
     """Return whether the command that was to submit a job seems to have ended without doing so."""
-    if found.job_id or found.is_final:
+    if job.job_id or job.is_final:
         return False
-    has_ended = _is_local(found) and not Path(f"/proc/{found.process}").exists()
-    if has_ended or not found.submitted_at:
+    has_ended = _is_local(job) and not Path(f"/proc/{job.process}").exists()
+    if has_ended or not job.submitted_at:
         return True
     # The command ran on another machine, or its process id was reused. Clocks may have been reset.
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(found.submitted_at)
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(job.submitted_at)
     return abs(age.total_seconds()) > SUBMISSION_S
 
 
-def live_job_problem(found: record.JobRecord, folder: Path) -> str | None:
+def live_job_problem(job: record.JobRecord, folder: Path) -> str | None:
     """Return why a stage cannot be submitted while an earlier job of it is live in `folder`.
 
     The record would name only the new job, and no action could find the earlier one.
     """
-    if found.is_final or not (
-        found.cluster == _QUEUED_CLUSTER or _is_local(found) or _holds_lock(found, folder)
+    if job.is_final or not (
+        job.cluster == _QUEUED_CLUSTER or _is_local(job) or _holds_lock(job, folder)
     ):
         return None
-    at = (
-        f"process {found.process}" if found.process is not None and _is_local(found) else found.host
-    )
-    job = f"job {found.job_id}" if found.job_id else "a job that another command is submitting"
-    verb = "serves" if published_by(folder / ENDPOINT_NAME) == found.job_id else "runs"
-    if found.state == record.SUBMITTED:
+    at = f"process {job.process}" if job.process is not None and _is_local(job) else job.host
+    name = f"job {job.job_id}" if job.job_id else "a job that another command is submitting"
+    verb = "serves" if published_by(folder / ENDPOINT_NAME) == job.job_id else "runs"
+    if job.state == record.SUBMITTED:
         verb = "waits"
     return (
-        f"{found.stage}: {job}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
+        f"{job.stage}: {name}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
         f"action=cancel run_dir={folder.parent}, or choose another export.run.results_dir."
     )
 
 
-def _holds_lock(found: record.JobRecord, folder: Path) -> bool:
+def _holds_lock(job: record.JobRecord, folder: Path) -> bool:
     """Return whether a job, possibly on another machine, holds its lock in a shared folder."""
     try:
-        with folder_lock(folder / LOCK_NAME.format(job=found.job_id), ""):
+        with folder_lock(folder / LOCK_NAME.format(job=job.job_id), ""):
             return False
     except ValueError:
         return True
@@ -222,18 +220,18 @@ def _holds_lock(found: record.JobRecord, folder: Path) -> bool:
         return False
 
 
-def _is_local(found: record.JobRecord) -> bool:
-    return found.host == socket.gethostname()
+def _is_local(job: record.JobRecord) -> bool:
+    return job.host == socket.gethostname()
 
 
-def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
+def _is_process_of(job: record.JobRecord, folder: Path) -> bool:
     """Return whether the recorded process id still belongs to the job: ids are reused."""
     try:
-        command = Path(f"/proc/{found.process}/cmdline").read_bytes()
+        command = Path(f"/proc/{job.process}/cmdline").read_bytes()
     except OSError:
         return False
     # Symbolic links may give the results folder other names.
-    return os.fsencode(Path(folder.name, "submitit", found.job_id)) in command
+    return os.fsencode(Path(folder.name, "submitit", job.job_id)) in command
 
 
 def _status(
@@ -253,31 +251,31 @@ def _status(
         for job in records
     ]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
-    for each in records:
-        for text in filter(None, _remarks(each, results_dir / each.stage, queue)):
-            console.say(f"{each.stage}: {text}")
-    for each in records:
-        has_log = bool(each.log) and Path(each.log).exists()
-        console.say(f"{each.stage}: {f'log {each.log}' if has_log else 'no log'}")
+    for job in records:
+        for text in filter(None, _remarks(job, results_dir / job.stage, queue)):
+            console.say(f"{job.stage}: {text}")
+    for job in records:
+        has_log = bool(job.log) and Path(job.log).exists()
+        console.say(f"{job.stage}: {f'log {job.log}' if has_log else 'no log'}")
     return _exit_status(records)
 
 
-def _remarks(found: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue) -> Iterator[str]:
+def _remarks(job: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue) -> Iterator[str]:
     """Yield why a job failed or is waiting, or what it is doing."""
-    yield found.error
-    if found.is_final:
+    yield job.error
+    if job.is_final:
         return
     try:
-        if not found.error:
-            in_queue = found.cluster == _QUEUED_CLUSTER and found.job_id
-            answer = queue.state(found.job_id) if in_queue else None
+        if not job.error:
+            in_queue = job.cluster == _QUEUED_CLUSTER and job.job_id
+            answer = queue.state(job.job_id) if in_queue else None
             if answer is not None and (reason := answer.waits_for):
-                is_dependent = found.dependency and reason == "Dependency"
-                yield f"in the queue: {reason}" + (f" ({found.dependency})" if is_dependent else "")
+                is_dependent = job.dependency and reason == "Dependency"
+                yield f"in the queue: {reason}" + (f" ({job.dependency})" if is_dependent else "")
             else:
                 yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
                 phase = read_progress(folder / PROGRESS_NAME).phase
-                yield f"{phase}; job {found.successor} follows" if found.successor else phase
+                yield f"{phase}; job {job.successor} follows" if job.successor else phase
     except DamagedFileError as error:
         yield str(error)
 
@@ -288,14 +286,14 @@ def _exit_status(records: Iterable[record.JobRecord]) -> int:
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    for each in records:
-        console.say(f"==> {each.stage}: {each.log or 'no log'}")
-        if not each.log:
+    for job in records:
+        console.say(f"==> {job.stage}: {job.log or 'no log'}")
+        if not job.log:
             continue
-        log = Path(each.log)
+        log = Path(job.log)
         positions = dict.fromkeys((log, log.with_suffix(".err")), 0)
         while True:
-            has_ended = (read_job(results_dir, each.stage) or each).is_final
+            has_ended = (read_job(results_dir, job.stage) or job).is_final
             for path in positions:
                 positions[path] = _print_from(path, positions[path], console)
             if has_ended:
@@ -324,41 +322,41 @@ def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Con
     asked: dict[str, str] = {}  # job id -> why the job cannot be cancelled, "" if it can
     deadline = time.monotonic() + _CANCEL_S
     while running := [job for job in running if not asked.get(job.job_id)]:
-        for each in reversed(running):
-            if each.job_id in asked:
+        for job in reversed(running):
+            if job.job_id in asked:
                 continue
-            asked[each.job_id] = objection = _cancel_one(each, results_dir)
+            asked[job.job_id] = objection = _cancel_one(job, results_dir)
             if objection:
-                console.say(f"{each.stage} (job {each.job_id}) cannot be cancelled: {objection}")
+                console.say(f"{job.stage} (job {job.job_id}) cannot be cancelled: {objection}")
             else:
-                console.say(f"cancelling {each.stage} (job {each.job_id})")
+                console.say(f"cancelling {job.stage} (job {job.job_id})")
         if time.monotonic() > deadline:
             console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
             return EXIT_FAILED
         time.sleep(_POLL_S)
         # A job of a chain may have submitted its successor in the meantime.
-        running = [each for each in jobs_in(results_dir) if not each.is_final]
+        running = [job for job in jobs_in(results_dir) if not job.is_final]
     return EXIT_FAILED if any(asked.values()) else EXIT_OK
 
 
-def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
+def _cancel_one(job: record.JobRecord, results_dir: Path) -> str:
     """Ask a job to end; return why that is impossible, or an empty string."""
-    if found.cluster == _QUEUED_CLUSTER:
-        return slurm_state.cancel(found.job_id) if found.job_id else ""
-    if not _is_local(found):
-        return f"it runs on {found.host}; repeat the command there"
-    if found.process is not None and _is_process_of(found, results_dir / found.stage):
+    if job.cluster == _QUEUED_CLUSTER:
+        return slurm_state.cancel(job.job_id) if job.job_id else ""
+    if not _is_local(job):
+        return f"it runs on {job.host}; repeat the command there"
+    if job.process is not None and _is_process_of(job, results_dir / job.stage):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(found.process, signal.SIGTERM)
+            os.kill(job.process, signal.SIGTERM)
     return ""
 
 
-def _elapsed(found: record.JobRecord) -> str:
+def _elapsed(job: record.JobRecord) -> str:
     """Return the running time of a job as [D-]H:MM:SS."""
-    if not found.started_at:
+    if not job.started_at:
         return "-"
-    began, ended = map(datetime.fromisoformat, (found.started_at, found.ended_at or record.now()))
-    return clock((ended - began).total_seconds() if found.seconds is None else found.seconds)
+    began, ended = map(datetime.fromisoformat, (job.started_at, job.ended_at or record.now()))
+    return clock((ended - began).total_seconds() if job.seconds is None else job.seconds)
 
 
 def clock(seconds: float) -> str:
