@@ -137,9 +137,9 @@ class Watch:
         run, folder = self.state.run, self.state.folder
         waits = "" if run.is_dir() else ", which does not exist yet"
         self.console.say(f"watching {run}{waits}; state and results are in {folder}")
-        for each in self.state.in_order:
-            if each.state == RUNNING:
-                self._resume(each)
+        for watched in self.state.in_order:
+            if watched.state == RUNNING:
+                self._resume(watched)
         shown_rows: list[tuple[int, str, str]] = []  # contents of the page
         next_scan_s = 0.0  # monotonic time
         try:
@@ -147,9 +147,9 @@ class Watch:
                 if scans_now := time.monotonic() >= next_scan_s:
                     next_scan_s = time.monotonic() + self.options.poll_s
                     self._scan()
-                for each in self.state.in_order:
-                    if each.state == RUNNING:
-                        self._follow_one(each)
+                for watched in self.state.in_order:
+                    if watched.state == RUNNING:
+                        self._follow_one(watched)
                 while (chosen := self._next()) is not None and self._start(chosen):
                     pass
                 self._end_idle_servers()
@@ -193,7 +193,7 @@ class Watch:
         """Find new, changed and deleted checkpoints."""
         now = time.time()
         try:
-            found = {each.step: each for each in find_checkpoints(self.state.run)}
+            found = {one.step: one for one in find_checkpoints(self.state.run)}
             unknown = unknown_entries(self.state.run)
         except OSError as error:  # training deletes a folder, or a file system is unavailable
             if not self.state.watched:
@@ -208,87 +208,88 @@ class Watch:
             self._reported_unknown.add(path)
             self.console.say(f"{path}: skipped, its name matches no known checkpoint layout")
         for step, checkpoint in found.items():
-            each = self.state.watched.get(step)
-            if each is None:
-                each = Watched(step, str(checkpoint.path), checkpoint.name)
-                self.state.watched[step] = each
+            watched = self.state.watched.get(step)
+            if watched is None:
+                watched = Watched(step, str(checkpoint.path), checkpoint.name)
+                self.state.watched[step] = watched
                 self._last_news = now
-                self.console.say(f"step {step}: found {self.state.shown(each)}")
-            if each.state == WAITING and (each.problem or not each.size):
-                self._update_waiting(each, checkpoint, now)  # `_start` checks a complete one again
-        for each in self.state.in_order:
-            if each.state == WAITING and each.step not in found:
-                self._finish(each, GONE, "it was deleted before it was read")
+                self.console.say(f"step {step}: found {self.state.shown(watched)}")
+            if watched.state == WAITING and (watched.problem or not watched.size):
+                # A complete checkpoint is checked again by `_start`.
+                self._update_waiting(watched, checkpoint, now)
+        for watched in self.state.in_order:
+            if watched.state == WAITING and watched.step not in found:
+                self._finish(watched, GONE, "it was deleted before it was read")
 
-    def _update_waiting(self, each: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
+    def _update_waiting(self, watched: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
         """Update the reason why a checkpoint waits; give up on it after `watch.patience_s`."""
-        each.path, each.name = str(checkpoint.path), checkpoint.name
+        watched.path, watched.name = str(checkpoint.path), checkpoint.name
         size = ""
         with contextlib.suppress(OSError):  # a file may disappear meanwhile
             size = " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
-        if size != each.size:
-            each.size, each.changed, each.refusal = size, now, ""
-        reason = each.refusal
+        if size != watched.size:
+            watched.size, watched.changed, watched.refusal = size, now, ""
+        reason = watched.refusal
         if checkpoint.missing:
             reason = f"it lacks {checkpoint.missing}"
-        elif now - each.changed < self.options.settle_s:
+        elif now - watched.changed < self.options.settle_s:
             reason = "its files have just changed"
-        if reason and now - each.changed > self.options.patience_s:
-            self._finish(each, PASSED_OVER, reason)
+        if reason and now - watched.changed > self.options.patience_s:
+            self._finish(watched, PASSED_OVER, reason)
             return
-        if reason != each.problem and reason:
-            self.console.say(f"step {each.step}: waiting, {reason}")
-        each.problem = reason
+        if reason != watched.problem and reason:
+            self.console.say(f"step {watched.step}: waiting, {reason}")
+        watched.problem = reason
 
-    def _start(self, each: Watched) -> bool:
+    def _start(self, watched: Watched) -> bool:
         """Start the pipeline of a checkpoint that is still complete.
 
         Return False if no further pipeline can start now.
         """
-        if each.step in self._checkpoints:
-            self._update_waiting(each, self._checkpoints[each.step], time.time())
-        if each.problem or each.is_final:
+        if watched.step in self._checkpoints:
+            self._update_waiting(watched, self._checkpoints[watched.step], time.time())
+        if watched.problem or watched.is_final:
             return True
-        results = self.state.results_of(each.step)
+        results = self.state.results_of(watched.step)
         overrides = [
             *(word for word in self.words if not is_below(word, ["action", "watch"])),
             *(f"{key}=0" for key in _PORTS),
             *[f"{_OPENAI_PORT}=0"] * self.config.deploy.openai.enabled,
-            f"export.model.checkpoint_path={hydra_text(each.path)}",
+            f"export.model.checkpoint_path={hydra_text(watched.path)}",
             f"export.run.results_dir={hydra_text(str(results))}",
         ]
         overrides += self._gate_overrides(results)
-        overrides += self._server_overrides(each)
-        if each.name is not None:
-            overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
+        overrides += self._server_overrides(watched)
+        if watched.name is not None:
+            overrides.append(f"export.model.checkpoint_name={hydra_text(watched.name)}")
         composition = self.compose(overrides)
         problems = list(composition.problems)
-        name = f"step {each.step}"
+        name = f"step {watched.step}"
         run = prepare_run(composition, overrides, self.console, problems, name=name)
         if run is None:
-            self._refused(each, problems)
+            self._refused(watched, problems)
             return True
         if not self._has_capacity(run):
             return False
-        each.attempts += 1
+        watched.attempts += 1
         # Its stages finished under an earlier watch that was killed; only a kept server is missing.
         if not run.jobs or (self.options.exchange and {*run.jobs} == {"deploy"}):
-            self._take_figures(each, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
+            self._take_figures(watched, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
             return True
-        if each.server is not None:
-            self.state.held.setdefault(each.server, []).append(each.step)
-        each.state = RUNNING
-        each.jobs = list(run.jobs)
-        each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
+        if watched.server is not None:
+            self.state.held.setdefault(watched.server, []).append(watched.step)
+        watched.state = RUNNING
+        watched.jobs = list(run.jobs)
+        watched.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         self.state.write()
         run.begin()
         running = (e.step for e in self.state.in_order if e.state == RUNNING)
         base = Path(self.config.base_results_dir)
         record_last_run(base, *map(self.state.results_of, running))
         if run.launcher.in_foreground:
-            self._local_runs[each.step] = run
+            self._local_runs[watched.step] = run
         elif run.submit_all() != EXIT_OK:
-            self._retry_or_fail(each, "its jobs were refused")
+            self._retry_or_fail(watched, "its jobs were refused")
         return True
 
     def _has_capacity(self, run: Run) -> bool:
@@ -330,41 +331,41 @@ class Watch:
         use = "update" if best is None else "compare"
         return [f"evaluate.baseline={use}", f"evaluate.baseline_path={hydra_text(path)}"]
 
-    def _refused(self, each: Watched, problems: Sequence[str]) -> None:
+    def _refused(self, watched: Watched, problems: Sequence[str]) -> None:
         """Let a checkpoint with problems wait: it may still be being copied.
 
         Raises:
             RefusedError: No pipeline of this watch has ever started, and the problems are not the
                 checkpoint's: the configuration is wrong.
         """
-        source = f"export.model.checkpoint_path={each.path}"
+        source = f"export.model.checkpoint_path={watched.path}"
         has_worked = any(one.attempts for one in self.state.watched.values())
         if not has_worked and not any(source in problem for problem in problems):
             raise RefusedError(problems)
-        each.refusal = each.problem = "; ".join(problems)
-        self.console.say(f"step {each.step}: waiting, {each.problem}")
+        watched.refusal = watched.problem = "; ".join(problems)
+        self.console.say(f"step {watched.step}: waiting, {watched.problem}")
 
     def _stop_all(self) -> None:
         """End the pipelines on this machine; their attempts do not count."""
         for step, run in self._local_runs.items():
             run.stop_all(_STOPPING)
-            each = self.state.watched[step]
-            each.state, each.attempts = WAITING, each.attempts - 1
+            watched = self.state.watched[step]
+            watched.state, watched.attempts = WAITING, watched.attempts - 1
         for run in self._server_runs.values():
             run.stop_all()
         if self._local_runs:
             self.state.write()
 
-    def _server_overrides(self, each: Watched) -> list[str]:
+    def _server_overrides(self, watched: Watched) -> list[str]:
         """Return overrides by which a pipeline reuses a free server, or starts one and keeps it."""
         if not self.options.exchange:
             return []
         free = self._free_servers()
-        each.server = free[0] if free else each.step
+        watched.server = free[0] if free else watched.step
         if not free:
             return ["deploy.keep=true"]
         others = ",".join(name for name in self.config.stages if name != "deploy")
-        place = hydra_text(str(self.state.results_of(each.server) / "deploy"))
+        place = hydra_text(str(self.state.results_of(watched.server) / "deploy"))
         return [f"stages=[{others}]", f"evaluate.shared_server={place}"]
 
     def _free_servers(self) -> list[int]:
@@ -402,14 +403,16 @@ class Watch:
                 (self.state.results_of(step) / "deploy" / STOP_NAME).touch()
         self._free_servers()
 
-    def _resume(self, each: Watched) -> None:
+    def _resume(self, watched: Watched) -> None:
         """Resume a pipeline of an earlier watch if its jobs outlived that watch.
 
         Otherwise, or if the watch was killed before it submitted all jobs, the checkpoint waits.
         """
-        folder = self.state.results_of(each.step)
+        folder = self.state.results_of(watched.step)
         jobs = jobs_in(folder)
-        found = [next((one for one in jobs if one.stage == name), None) for name in each.must_end]
+        found = [
+            next((one for one in jobs if one.stage == name), None) for name in watched.must_end
+        ]
         submitted = [one for one in found if one is not None and one.job_id]
         states = [one.state for one in submitted]
         is_whole = len(submitted) == len(found)
@@ -419,37 +422,39 @@ class Watch:
             resumes = is_whole and not _were_cancelled(submitted)
         if resumes:
             return
-        self.console.say(f"step {each.step}: its jobs ended with the earlier watch; starting again")
+        self.console.say(
+            f"step {watched.step}: its jobs ended with the earlier watch; starting again"
+        )
         cancel_jobs(folder, jobs, self.console)
-        each.state, each.attempts = WAITING, each.attempts - 1
+        watched.state, watched.attempts = WAITING, watched.attempts - 1
 
-    def _follow_one(self, each: Watched) -> None:
+    def _follow_one(self, watched: Watched) -> None:
         """Advance and poll the jobs of a checkpoint; take its figures once they have ended."""
-        if (run := self._local_runs.get(each.step)) is not None:
+        if (run := self._local_runs.get(watched.step)) is not None:
             refusal = ""
             try:
                 if run.advance() is None:
                     return
             except SubmissionError as error:
                 refusal = f"a job was refused: {error}"
-            del self._local_runs[each.step]
-            if self.options.exchange and "deploy" in run.jobs and self._serves(each.step):
-                self._server_runs[each.step] = run
+            del self._local_runs[watched.step]
+            if self.options.exchange and "deploy" in run.jobs and self._serves(watched.step):
+                self._server_runs[watched.step] = run
             else:
                 run.stop_all()
-            each.jobs = list(run.handles)  # stages after a failure were not started
+            watched.jobs = list(run.handles)  # stages after a failure were not started
             self.console.say(run.summary())
             if refusal:
-                self._retry_or_fail(each, refusal)
+                self._retry_or_fail(watched, refusal)
                 return
-        folder = self.state.results_of(each.step)
-        records = {name: self._job(each.step, name) for name in each.must_end}
+        folder = self.state.results_of(watched.step)
+        records = {name: self._job(watched.step, name) for name in watched.must_end}
         if None in records.values():  # deleted or damaged; Slurm may still know the jobs
             known = {one.stage: one for one in jobs_in(folder)}
             records = {name: known.get(name) for name in records}
         found = [one for one in records.values() if one is not None]
         if not found or len(found) < len(records):
-            self._retry_or_fail(each, f"{folder} lacks the record of a job")  # deleted meanwhile
+            self._retry_or_fail(watched, f"{folder} lacks the record of a job")  # deleted meanwhile
             return
         if not all(one.is_final for one in found):
             return
@@ -460,53 +465,55 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in found if one.error]
             problem = causes[0] if causes else "its jobs have failed"
             if _were_cancelled(found):
-                self._finish(each, FAILED, f"not started again, its jobs were cancelled: {problem}")
+                self._finish(
+                    watched, FAILED, f"not started again, its jobs were cancelled: {problem}"
+                )
             else:
-                self._retry_or_fail(each, problem)
+                self._retry_or_fail(watched, problem)
             return
-        self._take_figures(each, Path(each.report), breaches)
+        self._take_figures(watched, Path(watched.report), breaches)
 
-    def _take_figures(self, each: Watched, report: Path, breaches: str) -> None:
+    def _take_figures(self, watched: Watched, report: Path, breaches: str) -> None:
         """Take the figures of a checkpoint from its report."""
         from inference.evaluation.record import read_report
 
-        each.report = str(report)
+        watched.report = str(report)
         try:
             metrics = read_report(report).metrics if report.is_file() else ()
         except (OSError, ValueError) as error:  # changed by another process
-            self._retry_or_fail(each, str(error))
+            self._retry_or_fail(watched, str(error))
             return
-        each.metrics = {metric.name: metric for metric in metrics}
-        held = [] if each.server is None else self.state.held.get(each.server, [])
-        if each.step in held:  # the server has released the weights of earlier steps
-            del held[: held.index(each.step)]
-        self.state.judge(each, may_be_best=not breaches)
-        self._finish(each, EVALUATED, breaches)
+        watched.metrics = {metric.name: metric for metric in metrics}
+        held = [] if watched.server is None else self.state.held.get(watched.server, [])
+        if watched.step in held:  # the server has released the weights of earlier steps
+            del held[: held.index(watched.step)]
+        self.state.judge(watched, may_be_best=not breaches)
+        self._finish(watched, EVALUATED, breaches)
 
-    def _retry_or_fail(self, each: Watched, problem: str) -> None:
+    def _retry_or_fail(self, watched: Watched, problem: str) -> None:
         """Record the failure of a pipeline; retry it up to `watch.retries` times.
 
         If a server that another pipeline started has ended, the attempt does not count.
         """
-        server = each.server
-        if server is not None and server != each.step and not self._serves(server):
-            each.attempts -= 1
-        if not all(path.exists() for path in each.checkpoint.files()):
-            self._finish(each, GONE, "it was deleted while it was read")
-        elif each.attempts > self.options.retries:
-            self._finish(each, FAILED, problem)
+        server = watched.server
+        if server is not None and server != watched.step and not self._serves(server):
+            watched.attempts -= 1
+        if not all(path.exists() for path in watched.checkpoint.files()):
+            self._finish(watched, GONE, "it was deleted while it was read")
+        elif watched.attempts > self.options.retries:
+            self._finish(watched, FAILED, problem)
         else:
-            each.state = WAITING
+            watched.state = WAITING
             self.console.say(
-                f"step {each.step}: attempt {each.attempts} of {self.options.retries + 1} failed: "
-                f"{problem}"
+                f"step {watched.step}: attempt {watched.attempts} of {self.options.retries + 1} "
+                f"failed: {problem}"
             )
 
-    def _finish(self, each: Watched, state: str, problem: str) -> None:
-        each.state, each.problem = state, problem
+    def _finish(self, watched: Watched, state: str, problem: str) -> None:
+        watched.state, watched.problem = state, problem
         self._last_news = time.time()
-        shown = problem or self.state.figure(each)
-        self.console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
+        shown = problem or self.state.figure(watched)
+        self.console.say(": ".join(part for part in (f"step {watched.step}", state, shown) if part))
 
     def _has_ended(self) -> bool:
         """Return whether all work is done and `watch.until_step` or `watch.idle_s` is reached."""

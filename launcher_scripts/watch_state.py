@@ -158,27 +158,27 @@ class WatchState:
         saved = _Saved(str(self.run), self.best, self.in_order, self.held)
         write_json(self.folder / STATE_NAME, asdict(saved))
 
-    def judge(self, each: Watched, *, may_be_best: bool) -> None:
+    def judge(self, watched: Watched, *, may_be_best: bool) -> None:
         """Compare a checkpoint with the best before it, and replace that if it is better.
 
         Only with `may_be_best` can it become the best.
         """
-        names, best = self._figures([each]), self.best_checkpoint
-        if not each.metrics:
+        names, best = self._figures([watched]), self.best_checkpoint
+        if not watched.metrics:
             return
-        if names[0] not in each.metrics:
-            known = ", ".join(each.metrics)
-            each.verdict = f"watch.metric={names[0]} is not one of its figures: {known}"
+        if names[0] not in watched.metrics:
+            known = ", ".join(watched.metrics)
+            watched.verdict = f"watch.metric={names[0]} is not one of its figures: {known}"
             return
         name = names[0]
         if best is not None:
             shared = [name for name in names if name in best.metrics]
-            differing = (n for n in shared if best.metrics[n].value != each.metrics[n].value)
+            differing = (n for n in shared if best.metrics[n].value != watched.metrics[n].value)
             name = next(differing, name)
-            each.verdict = _verdict(best, each, name)
-        if may_be_best and (best is None or _rank(each, names) > _rank(best, names)):
-            self.best = each.step
-            write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
+            watched.verdict = _verdict(best, watched, name)
+        if may_be_best and (best is None or _rank(watched, names) > _rank(best, names)):
+            self.best = watched.step
+            write_json(self.folder / BEST_NAME, {"metric": name, **asdict(watched)})
 
     def keep_the_best(self) -> None:
         """Delete the shards and repositories that this watch made, except those of the best.
@@ -195,13 +195,13 @@ class WatchState:
         ]
         ranked = sorted(
             (one for one in ended if names and names[0] in one.metrics),
-            key=lambda each: _rank(each, names),
+            key=lambda watched: _rank(watched, names),
         )
         kept = ranked[-self.options.keep :] if self.options.keep else []
         held = {step for steps in self.held.values() for step in steps}
-        for each in ended:
-            if each not in kept and each.step not in held:
-                shutil.rmtree(self._repository_of(each.step), ignore_errors=True)
+        for watched in ended:
+            if watched not in kept and watched.step not in held:
+                shutil.rmtree(self._repository_of(watched.step), ignore_errors=True)
 
     def _repository_of(self, step: int) -> Path:
         """Return the repository of a pipeline; a path that does not exist if links lead outside."""
@@ -223,9 +223,9 @@ class WatchState:
         name = self._metric(self.in_order) or "metric"
         return console.table(("step", "state", name, ""), rows)
 
-    def shown(self, each: Watched) -> str:
+    def shown(self, watched: Watched) -> str:
         """Return the name of a checkpoint, or its path relative to the run's folder."""
-        return each.name or os.path.relpath(each.path, self.run)
+        return watched.name or os.path.relpath(watched.path, self.run)
 
     def page(self, *, has_ended: bool = False) -> str:
         """Return the HTML page of the watch, which charts every metric over the steps."""
@@ -250,12 +250,12 @@ class WatchState:
             reload_s=None if has_ended else _RELOAD_S,
         ).html()
 
-    def figure(self, each: Watched) -> str:
+    def figure(self, watched: Watched) -> str:
         """Return the name and value of a checkpoint's deciding figure; empty without figures."""
-        return f"{self._metric(self.in_order)} {self._value(each)}" if each.metrics else ""
+        return f"{self._metric(self.in_order)} {self._value(watched)}" if watched.metrics else ""
 
-    def _state(self, each: Watched) -> str:
-        return each.state + (", best" if each.step == self.best else "")
+    def _state(self, watched: Watched) -> str:
+        return watched.state + (", best" if watched.step == self.best else "")
 
     def _metric(self, checkpoints: list[Watched]) -> str | None:
         return next(iter(self._figures(checkpoints)), None)
@@ -269,33 +269,33 @@ class WatchState:
         sharp = [name for name, metric in found.items() if metric.unit == "perplexity"]
         return list(dict.fromkeys([*gated, *sharp, *found]))
 
-    def _value(self, each: Watched) -> str:
-        found = each.metrics.get(str(self._metric(self.in_order)))
+    def _value(self, watched: Watched) -> str:
+        found = watched.metrics.get(str(self._metric(self.in_order)))
         return f"{found.value + 0.0:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
 
 
-def _rank(each: Watched, names: Sequence[str]) -> tuple[float, ...]:
+def _rank(watched: Watched, names: Sequence[str]) -> tuple[float, ...]:
     """Return a sort key: the figures in `names`, each larger for a better checkpoint."""
-    found = [each.metrics.get(name) for name in names]
+    found = [watched.metrics.get(name) for name in names]
     return tuple(
         -math.inf if metric is None else metric.value if metric.higher_is_better else -metric.value
         for metric in found
     )
 
 
-def _verdict(best: Watched, each: Watched, metric: str) -> str:
+def _verdict(best: Watched, watched: Watched, metric: str) -> str:
     """Return in words how a checkpoint compares with the best so far, sample by sample."""
     from inference.evaluation.report.compare import compare_runs
     from inference.evaluation.report.files import read_run
 
     try:
-        compared = compare_runs(read_run(Path(best.report)), read_run(Path(each.report)))
+        compared = compare_runs(read_run(Path(best.report)), read_run(Path(watched.report)))
     except (OSError, ValueError) as error:
         return f"not comparable with step {best.step}: {error}"
     found = compared.comparisons.get(metric)
     if found is None or found.low is None or found.high is None:
         return ""
-    sign = 1 if each.metrics[metric].higher_is_better else -1
+    sign = 1 if watched.metrics[metric].higher_is_better else -1
     low, high = sorted((sign * found.low, sign * found.high))
     word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
     limits = f"{found.low:+.4g} to {found.high:+.4g}"
