@@ -88,10 +88,7 @@ class EngineModel(TritonModel):
             host.go_out_of_service(reason)
 
     def _confine(self, instance: Instance) -> None:
-        """Confine this process to the instance's devices.
-
-        Raises ValueError for several instances whose ranks span nodes.
-        """
+        """Confine this process to its instance's devices. Raises ValueError if ranks span nodes."""
         placement = self.settings.placement
         if instance.count > 1 and os.environ.get(RENDEZVOUS_VARIABLE):
             raise ValueError(

@@ -121,10 +121,7 @@ def add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_tokens(path: Path) -> tuple[str, ...]:
-    """Return the tokens in a file, one per line.
-
-    Raises ValueError for a bad token, and for a file that other users can read.
-    """
+    """Return a file's tokens, one per line. Raises ValueError, also if other users can read it."""
     if problem := _secret_problem(path):
         raise ValueError(problem)
     tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())

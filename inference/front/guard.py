@@ -77,10 +77,7 @@ class Guard:
         self._limit = access.max_request_bytes
 
     def token_owner(self, authorization: str | None) -> str | None:
-        """Return a name for the token's owner, None if the server requires no token.
-
-        Raises RejectedError without a valid token.
-        """
+        """Return a name for the token's owner, None if none is required. Raises RejectedError."""
         if self._tokens is None:
             return None
         scheme, _, value = (authorization or "").partition(" ")

@@ -13,10 +13,7 @@ _MAX_LEVELS = 32
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Return a JSON object that every parser reads alike.
-
-    Raises RejectedError for duplicate keys, and beyond the limits of size and nesting.
-    """
+    """Return a JSON object that every parser reads alike. Raises RejectedError for any other."""
     if len(data) > MAX_JSON_BYTES:
         raise RejectedError(
             f"the JSON of a request may have {MAX_JSON_MB} MiB; send large tensors as binary data"

@@ -39,10 +39,7 @@ class Hosted:
         self.repository.former = former.repository
 
     async def load(self, say: Callable[[str], None]) -> None:
-        """Load every model and send it a small request; `say` reports progress.
-
-        Raises UnservedError.
-        """
+        """Load and probe every model; `say` gets lines on the progress. Raises UnservedError."""
         await self.repository.load(say)
         models, folder = self.repository.models, self.repository.folder
         for name, model in models.items():

@@ -308,9 +308,8 @@ def load_chat_template(
     except (OSError, ValueError) as error:
         raise ValueError(f"{read} cannot be read: {error}") from error
     if isinstance(source, list):  # several templates: take the one named default
-        entries = (entry for entry in source if isinstance(entry, dict))
-        default = next((entry for entry in entries if entry.get("name") == "default"), {})
-        source = default.get("template")
+        named = (t for t in source if isinstance(t, dict) and t.get("name") == "default")
+        source = next(named, {}).get("template")
     if source is None:
         return None
     if not isinstance(source, str):
