@@ -14,10 +14,10 @@ from typing import Any
 
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
+from foundations.files.json_content import dotted
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
 from foundations.job_options import JOB_KEYS
-from inference.certify.findings import dotted
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions

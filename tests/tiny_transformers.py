@@ -68,6 +68,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_LLAMA, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
          "attention_multiplier": 0.3, "logits_scaling": 13.0},
     ),
+    "granite_4": (
+        "GraniteMoeHybridForCausalLM",
+        {**_UNSIZED, "shared_intermediate_size": 56, "num_local_experts": 0, "mamba_n_heads": 1,
+         "num_experts_per_tok": 0, "layer_types": ["attention", "attention"],
+         "position_embedding_type": "rope", "embedding_multiplier": 12.0,
+         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 13.0},
+    ),
     "olmo2": ("Olmo2ForCausalLM", {**_LLAMA, "pad_token_id": None}),
     "smollm3": (
         "SmolLM3ForCausalLM",
@@ -389,6 +396,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2-some-windows": {**_WINDOWS, "max_window_layers": 1},
     "qwen3-biases": {"attention_bias": True, "head_dim": 6},
     "granite-tied": _TIED,
+    "granite_4-without-positions": {**_TIED, "position_embedding_type": None},
     "olmo2-no-groups": {"num_key_value_heads": 4},
     "gemma2-no-caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
     "gemma3-linear": {

@@ -53,6 +53,7 @@ _DONE = (
 )
 
 _WORDS = ("int32",)
+_GPTQ_BITS = (2, 4, 8)
 
 Pair = tuple[int, int]
 # The tensors of a matrix, by the suffix of their names.
@@ -362,11 +363,14 @@ def _compressed_tensors(settings: Table, _: Collection[str]) -> _Form:
 
 
 def _awq(settings: Table, _: Collection[str]) -> _Form:
-    """AutoAWQ's gemm layout: words of (in, out / 8), zero points and scales of (groups, out)."""
+    """AutoAWQ's gemm layout: words of (in, out / 8), zero points and scales of (groups, out).
+
+    GPTQModel stores zero points of 8 where it states that there are none.
+    """
     bits = settings.get("bits", settings.get("w_bit"))
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
-    if (bits, version) != (4, "gemm") or not settings.get("zero_point", True):
-        raise ValueError(f"awq of {bits} bits, version {version}: expected 4, gemm, zero points")
+    if (bits, version) != (4, "gemm"):
+        raise ValueError(f"awq of {bits} bits, version {version}: expected 4, gemm")
 
     def fit(parts: Parts) -> tuple[Shape, Widen]:
         width, words = _sizes(parts, ".qweight", _WORDS, None, None)
@@ -382,15 +386,18 @@ def _gptq(settings: Table, _: Collection[str]) -> _Form:
 
     AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py; GPTQModel's gptq_v2 stores the zero
     points themselves.
+    With the setting `dynamic` the bits may differ between matrices; the shapes show them.
     """
-    bits = settings.get("bits")
+    usual = settings.get("bits")
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2"):
-        raise ValueError(f"gptq of {bits} bits, checkpoint_format {layout}: expected 2, 4 or 8")
+    if usual not in _GPTQ_BITS or layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"gptq of {usual} bits, checkpoint_format {layout}: expected 2, 4 or 8")
     zero_offset = 1 if layout == "gptq" else 0
 
     def fit(parts: Parts) -> tuple[Shape, Widen]:
         words, out = _sizes(parts, ".qweight", _WORDS, None, None)
+        _, zeros = _sizes(parts, ".qzeros", _WORDS, None, None)
+        bits = next((each for each in _GPTQ_BITS if zeros * 32 == out * each), usual)
         width = words * 32 // bits
         _check_groups(parts, width, out * bits // 32, out)
         if ".g_idx" in parts:

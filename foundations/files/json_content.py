@@ -53,6 +53,15 @@ def json_bytes(table: Table) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def dotted(table: Table, prefix: str = "") -> Fields:
+    """Return the values of nested tables by their dotted names."""
+    out: Fields = {}
+    for name, value in table.items():
+        inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+        out |= inner or {f"{prefix}{name}": value}
+    return out
+
+
 @functools.cache
 def adapter_of(kind: Any) -> "TypeAdapter[Any]":
     """Return pydantic's adapter of a type, built once."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foundations.files.json_content import dotted
+
 
 class Status(enum.StrEnum):
     """The result of a comparison, from best to worst; the worst of several decides."""
@@ -80,15 +82,6 @@ def worst(statuses: Iterable[Status]) -> Status:
 def not_computed(name: str, reason: str, where: str = "") -> Part:
     """Return a part that could not be computed."""
     return Part(name, "", (Remark(NOT_COMPUTED, "not computed", where or name, reason),))
-
-
-def dotted(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted names."""
-    out: dict[str, Any] = {}
-    for name, value in table.items():
-        inner = dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
-        out |= inner or {f"{prefix}{name}": value}
-    return out
 
 
 def is_same(one: Any, other: Any) -> bool:

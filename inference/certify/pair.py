@@ -29,6 +29,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
+    index_tensors,
     is_huggingface,
     snapshot_folder,
 )
@@ -254,18 +255,24 @@ def open_folder(path: Path) -> Folder:
 
 
 def _index_mismatches(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
-    """Yield tensors that an index lists and no file stores, and tensors that it does not list."""
+    """Yield tensors that an index lists and no file stores, and tensors that it does not list.
+
+    Names are those in the files, which may not be the names of the model's family.
+    """
     for index in path.glob("*.index.json"):
         table = json_file(index).get("weight_map")
         if not isinstance(table, dict):
             continue
+        stored = {*reader.tensors}
+        with contextlib.suppress(CheckpointMismatchError):  # which the index of the folder names
+            stored = {key for file in reader.files[1:] for key in index_tensors(file)}
         for key in table:
-            if key not in reader.tensors:
+            if key not in stored:
                 status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
                 yield Remark(status, "listed and not stored", key, f"{index.name} names it")
         if {path / str(name) for name in table.values()}.isdisjoint(reader.files):
             continue  # it indexes files that were not read
-        for key in reader.tensors:
+        for key in stored:
             if key not in table:
                 detail = f"{index.name}, by which some libraries load, lacks it"
                 yield Remark(UP_TO, "stored and not listed", key, detail)

@@ -18,6 +18,7 @@ from export_scripts.families.mapping.known_settings import KnownSetting, hugging
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.text_models import is_vision_language
 from export_scripts.numeric.dtypes import SOURCE_TYPES
+from foundations.files.json_content import dotted
 from inference.certify.findings import (
     DIFFERS,
     EQUAL,
@@ -28,7 +29,6 @@ from inference.certify.findings import (
     Status,
     differing,
     differs,
-    dotted,
     is_same,
     not_computed,
 )
@@ -305,11 +305,16 @@ def compare_generation(pair: Pair) -> Part:
             is_default = is_token and key not in files and None in (one, other)
             status = UP_TO if is_default else DIFFERS if is_stated else NOT_COMPUTED
             findings.append(differs(_SETTING, key, one, other, status))
-    alone = ", ".join(remark.where for remark in findings if remark.status == UP_TO)
     try:
         ends, found = _ends(pair.facts, pair.config), _ends(pair.folder.facts, pair.folder.config)
+        one, other = (end_tokens(facts.config, CONFIG_NAME) for facts in sides)
     except ValueError as error:
         return Part(name, "", (Remark(DIFFERS, "end tokens", "folder", str(error)),))
+    if both and one and other and {*one}.isdisjoint(other):
+        # Some libraries read no other file, and a program may keep the first of several alone.
+        where = f"{CONFIG_NAME}, eos_token_id"
+        findings.append(differs(_SETTING, where, one, other, UP_TO))
+    alone = ", ".join(each.where for each in findings if each.status == UP_TO)
     if ends != found:
         status = DIFFERS if ends else NOT_COMPUTED
         findings.append(differs("end tokens", "folder", sorted(ends), sorted(found), status))

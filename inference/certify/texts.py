@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,9 +40,11 @@ _MAX_ADDED = 64  # added tokens for which probe texts are made
 # Keys that other code compares, or that depend on the release of transformers.
 _NOT_COMPARED = (
     "version", "added_tokens_decoder", "auto_map", "backend", "chat_template", "is_local",
-    "name_or_path", "processor_class", "special_tokens_map_file", "tokenizer_class",
-    "tokenizer_file", "transformers_version", "local_files_only",
+    "name_or_path", "processor_class", "special_tokens_map_file", "tokenizer_file",
+    "transformers_version", "local_files_only",
 )  # fmt: skip
+# What names of classes do not say: which library has it, and that tokenizer.json is taken as it is.
+_AS_IT_IS = re.compile("PreTrainedTokenizer|TokenizersBackend|None|Fast$")
 _TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 
 
@@ -162,6 +165,7 @@ def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
     if not findings and all((side / _WHOLE).is_file() for side in (source, folder)):
         # transformers ignores some settings of tokenizer.json, such as truncation.
         findings += _differences(_load_whole(source), _load_whole(folder), probes)
+    findings += _other_ids(source, folder, found.vocabulary)
     findings += _file_differences(source, folder)
     up_to = [remark.where for remark in findings if remark.status == UP_TO]
     return Part(
@@ -205,9 +209,24 @@ def _json(file: Path) -> dict[str, Any]:
     return json_file(file) if file.is_file() else {}
 
 
+def _stated_ids(folder: Path) -> dict[str, int]:
+    """Return the ids of added tokens in files next to the vocabulary, which some libraries take."""
+    tokens = _json(folder / SETTINGS_FILE).get("added_tokens_decoder", {})
+    found = {str(each["content"]): int(number) for number, each in tokens.items()}
+    return found | _json(folder / _SPECIAL[1])
+
+
+def _other_ids(source: Path, folder: Path, vocabulary: Mapping[str, int]) -> Iterator[Remark]:
+    """Yield added tokens with another id than that of the vocabulary, unless the source has it."""
+    for token, number in _stated_ids(folder).items() - _stated_ids(source).items():
+        if vocabulary.get(token, number) != number:
+            yield differs("added token", token, vocabulary[token], number)
+
+
 def _table(file: Path) -> dict[str, Any]:
     """Return the settings in a tokenizer's file, with merges as texts, without the vocabulary."""
     table = _json(file)
+    table["tokenizer_class"] = _AS_IT_IS.sub("", str(table.get("tokenizer_class")))
     if isinstance(model := table.get("model"), dict):
         merges = model.get("merges") or ()
         texts = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]

@@ -349,6 +349,7 @@ def in_fp16(copy: Copy) -> None:
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
+END = "<|endoftext|>"
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 # name -> model, fault, part, the place that is named, what is said of it
@@ -523,6 +524,15 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     ),
     "spaces at an added token": (
         "llama", tokenizer(added={"lstrip": True}), "tokenizer", "a <|endoftext|> b", "ids",
+    ),
+    "another id of an added token": (
+        "llama",
+        setting("tokenizer_config.json", added_tokens_decoder={"299": {"content": END}}),
+        "tokenizer", END, "299",
+    ),
+    "another id of an added token in a file of its own": (
+        "llama", lambda c: (c.path / "added_tokens.json").write_text(json.dumps({END: 5})),
+        "tokenizer", END, "5, and 0",
     ),
     "another decoder": (
         "llama", tokenizer(decoder={"type": "Fuse"}), "tokenizer", "' leading'", "text of ids",
@@ -833,6 +843,16 @@ def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
     assert made(source, copy.path).status == made(copy.path, source).status == "equal"
 
 
+def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path: Path) -> None:
+    source = write_model("qwen3-moe", tmp_path / "source")
+    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy.tensors = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    copy.save()
+    copy.sharded()
+    certificate = made(source, copy.path)
+    assert certificate.status == "equal", certificate_text(certificate)
+
+
 # Two neighbours among the experts of dots1 are a group.
 @pytest.mark.parametrize(
     ("name", "order", "is_same"),
@@ -1082,6 +1102,10 @@ SOUND: Mapping[str, tuple[Callable[[Copy], object], str]] = {
         "",
     ),
     "not all in the index": (short_index, "what is listed"),
+    "an end token of one file alone": (setting(eos_token_id=0), "(config.json, eos_token_id)"),
+    "another class of the tokenizer": (
+        setting("tokenizer_config.json", tokenizer_class="LlamaTokenizer"), "tokenizer_class)",
+    ),
     "in another type by default": (setting(dtype="float16"), "(dtype)"),
     "another normalizer, which no probe shows": (
         tokenizer(normalizer={"type": "Replace", "pattern": {"String": "qz"}, "content": "q"}),

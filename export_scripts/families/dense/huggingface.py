@@ -23,6 +23,11 @@ def chosen_layers(flags: Sequence[bool]) -> Layers:
     return None if all(flags) else tuple(number for number, flag in enumerate(flags) if flag)
 
 
+def layer_flags(layers: Layers, count: int) -> list[bool]:
+    """Return whether each layer is among those of the numbers; None: all."""
+    return [layers is None or number in layers for number in range(count)]
+
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 # (settings, values read before) -> whether each layer has the window.
 Slides = Callable[[Settings, Table], Sequence[bool]]
@@ -74,10 +79,9 @@ class Window:
 
     def written(self, config: DenseConfig) -> Fields:
         """Return the settings that `read` turns into the config's fields."""
-        size, count = config.sliding_window, config.num_layer
-        layers = range(count) if config.sliding_layers is None else config.sliding_layers
-        layers = () if size is None else layers
-        kinds = [SLIDING if number in layers else FULL for number in range(count)]
+        size = config.sliding_window
+        slides = layer_flags(() if size is None else config.sliding_layers, config.num_layer)
+        kinds = [SLIDING if each else FULL for each in slides]
         return {
             "sliding_window": size,
             **({"use_sliding_window": size is not None} if self.has_switch else {}),
@@ -151,7 +155,7 @@ class DenseDecoder(HuggingFaceDecoder):
         if self.rotary_base is None:
             return window
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
-        is_whole = fraction == 1 and self.rotary_fraction in (None, 1)
+        is_whole = fraction in (0, 1) and self.rotary_fraction in (None, 1)
         return {
             self.head_dim_key: config.size_per_head,
             self.rotary_local_key: config.rotary_local_base,

@@ -5,7 +5,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.dense.huggingface import FULL, SLIDING, Slides, chosen_layers
+from export_scripts.families.dense.huggingface import (
+    FULL,
+    SLIDING,
+    Slides,
+    chosen_layers,
+    layer_flags,
+)
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.huggingface import SourcesOf, Trait
@@ -66,9 +72,7 @@ def window_rule(name: str, nth: int = 1) -> Slides:
 
 
 def _written_rotating(config: DenseConfig) -> Fields:
-    count = config.num_layer
-    rotates = range(count) if config.rotary_layers is None else config.rotary_layers
-    return {"no_rope_layers": [int(number in rotates) for number in range(count)]}
+    return {"no_rope_layers": [*map(int, layer_flags(config.rotary_layers, config.num_layer))]}
 
 
 def _padding(config: DenseConfig) -> Fields:
@@ -123,12 +127,8 @@ def _read_gpt_neo(settings: Settings, values: Table) -> Fields:
 
 
 def _written_gpt_neo(config: DenseConfig) -> Fields:
-    count = config.num_layer
-    layers = range(count) if config.sliding_layers is None else config.sliding_layers
-    kinds = [
-        "local" if config.sliding_window and number in layers else "global"
-        for number in range(count)
-    ]
+    slides = layer_flags(config.sliding_layers if config.sliding_window else (), config.num_layer)
+    kinds = ["local" if each else "global" for each in slides]
     return {
         "attention_types": [[kinds, 1]],
         "attention_layers": kinds,
@@ -141,26 +141,12 @@ def _read_multi_query(settings: Settings, values: Table) -> Fields:
     return {"kv_head_num": 1 if is_one else values["head_num"]}
 
 
-# Settings of an MPT's attention as transformers always computes it, whatever attn_config states.
-_MPT_ATTENTION = {
-    "attn_type": "multihead_attention",
-    "alibi": True,
-    "alibi_bias_max": 8,
-    "clip_qkv": None,
-    "qk_ln": False,
-    "prefix_lm": False,
-}
-
-
 def _read_mpt(settings: Settings, _: Table) -> Fields:
     given = settings.value("attn_config", default={})
     if not isinstance(given, Mapping):
         settings.note(f"attn_config = {given!r:.100}: expected a table")
         given = {}
     attention = Settings(given, f"{settings.label}: attn_config", settings.problems)
-    for name, expected in _MPT_ATTENTION.items():
-        if (value := given.get(name, expected)) != expected:
-            attention.note(f"{name} = {value!r:.100}: transformers always computes {expected}")
     return {"attention_scale": attention.optional("softmax_scale")}
 
 
@@ -169,6 +155,24 @@ def _read_hyperclovax(settings: Settings, values: Table) -> Fields:
     return {
         "attention_scale": None if scale == values["size_per_head"] ** -0.5 else scale,
         "logit_scale": settings.number("logits_scaling", default=1.0),
+    }
+
+
+def _read_granite_4(settings: Settings, _: Table) -> Fields:
+    kinds = settings.value("layer_types", default=["mamba"])
+    is_known = isinstance(kinds, list) and all(kind in ("attention", FULL) for kind in kinds)
+    if not is_known or settings.natural("num_local_experts", default=8):
+        settings.note(
+            "a Granite 4 has to have attention in all of layer_types, and num_local_experts = 0"
+        )
+    rotates = settings.source.get("position_embedding_type") == "rope"
+    return {} if rotates else {"rotary_embedding": 0}
+
+
+def _written_granite_4(config: DenseConfig) -> Fields:
+    return {
+        "layer_types": ["attention"] * config.num_layer,
+        "position_embedding_type": "rope" if config.rotary_embedding else None,
     }
 
 
@@ -305,6 +309,7 @@ TRAITS = {
     "cohere2": Trait(_read_cohere2),
     "falcon": Trait(_read_falcon, _written_falcon),
     "gpt_neo": Trait(_read_gpt_neo, _written_gpt_neo),
+    "granite_4": Trait(_read_granite_4, _written_granite_4),
     "growth": Trait(_growth),
     "hyperclovax": Trait(
         _read_hyperclovax,
@@ -315,9 +320,7 @@ TRAITS = {
     ),
     "mpt": Trait(
         _read_mpt,
-        lambda config: {
-            "attn_config": {**_MPT_ATTENTION, "softmax_scale": config.attention_scale},
-        },
+        lambda config: {"attn_config": {"alibi": True, "softmax_scale": config.attention_scale}},
     ),
     "multi_query": Trait(
         _read_multi_query, lambda config: {"multi_query": config.kv_head_num == 1}

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.families.mapping.source_mapping import Facts
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, dotted
 
 _FOLDER = Path(__file__).parent
 # Values that mean "not set" in all of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
-# Tables of parameters of rotary positions, known as rope_parameters.*: transformers 4.57 and 5.24,
-# modeling_rope_utils.py. `finetuned`, in the first folders with YaRN, states the weights' origin.
-_ROTARY_TABLES = ("rope_scaling", "rope_parameters")
+# Tables of settings. Those of rotary positions are known as rope_parameters.*: transformers 4.57
+# and 5.24, modeling_rope_utils.py. `finetuned`, in the first folders with YaRN, states the weights'
+# origin.
+_TABLES = ("rope_scaling", "rope_parameters", "attn_config")
 
 
 # The newest release of transformers whose settings the table has.
@@ -94,27 +95,19 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     """
     table, kind = huggingface_table(), facts.config["model_type"]
     known = {**table["*"], **table[kind], **huggingface_table("published").get(kind, {})}
-    rotary = {name: facts.config.get(name) for name in _ROTARY_TABLES}
-    unknown = {
+    tables = {name: facts.config.get(name) for name in _TABLES}
+    inner = {
         name: value
-        for name, value in _dotted(rotary)
-        if f"rope_parameters.{name.rpartition('.')[2]}" not in known
+        for name, value in dotted(tables).items()
+        if name in known
+        or (name.startswith("rope_") and f"rope_parameters.{name.rpartition('.')[2]}" not in known)
     }
     version = re.findall(r"\d+", str(facts.config.get("transformers_version")))[:2]
     others = {} if tuple(map(int, version)) > RELEASE else _other_types()
     return {
         **obstacles(facts.config, {**others, **known}, {"read", "none"}),
-        **obstacles(unknown, {}, set()),
+        **obstacles(inner, known, {"read", "none"}),
     }
-
-
-def _dotted(table: Table, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each value in nested tables."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{path}{key}.")
-        elif path:
-            yield f"{path}{key}", value
 
 
 def eleuther_obstacles(facts: Facts) -> dict[str, str]:

@@ -196,6 +196,15 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]] 
         transformers.GPTQConfig(bits=8, group_size=16).to_dict(),
         lambda weight: gptq(weight, 8),
     ),
+    # As GPTQModel writes bits of a layer's own, and symmetric AWQ, which it gives zero points of 8.
+    "gptq of several bits": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down_proj": {"bits": 8}}},
+        lambda weight: gptq(weight, 8 if weight.shape[1] == SIZES["intermediate_size"] else 4),
+    ),
+    "awq without zero points": (
+        {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": False},
+        awq,
+    ),
     "gptq reordered": (
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
         lambda weight: gptq(weight, reordered=True),
@@ -345,7 +354,6 @@ def test_fp8_that_cannot_be_kept_is_named(original: Path, tmp_path: Path) -> Non
             "transform_config = {'config_groups': {'u': {}}}",
         ),
         (compressed("int-quantized", of_next_year=2), "of_next_year = 2"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*q_proj": {"bits": 8}}}, "dynamic ="),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "pre_quant"),
         ("mine", "quant_method = mine"),
     ],

@@ -44,6 +44,13 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "gptj": GPT2,
     "gpt_bigcode": GPT2,
     "gpt_neo": ("num_heads", "hidden_size", "intermediate_size", "num_layers", "vocab_size"),
+    "granite_4": (
+        "num_attention_heads",
+        "hidden_size",
+        "shared_intermediate_size",
+        "num_hidden_layers",
+        "vocab_size",
+    ),
     "codegen": GPT2,
     "bloom": ("n_head", "hidden_size", "", "n_layer", "vocab_size"),
     "mpt": ("n_heads", "d_model", "", "n_layers", "vocab_size"),
@@ -59,6 +66,7 @@ LAYERS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "gemma3": lambda count: {"layer_types": (["sliding_attention", "full_attention"] * 2)[:count]},
     "cohere2": lambda count: {"layer_types": ["sliding_attention"] * count},
     "gpt_neo": lambda count: {"attention_types": [[["local"], count]]},
+    "granite_4": lambda count: {"layer_types": ["attention"] * count},
 }
 KIND = {"t5-encoder": "t5_encoder"}
 # Rows of OPT's positions that no token uses: FT does not store them.

@@ -140,6 +140,24 @@ def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Pat
         assert all(torch.equal(found[each], expected[each]) for each in expected)
 
 
+def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path: Path) -> None:
+    source = write_model("mixtral", tmp_path / "source")
+    theirs = {
+        "block_sparse_moe": "mlp",
+        ".w1": ".gate_proj",
+        ".w2": ".down_proj",
+        ".w3": ".up_proj",
+    }
+    tensors = read_tensors(source)
+    for own, name in theirs.items():
+        tensors = {key.replace(own, name): value for key, value in tensors.items()}
+    expected = read_tensors(convert(request(source, tmp_path / "out")).ft_dir)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    found = read_tensors(convert(request(source, tmp_path / "again")).ft_dir)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -376,6 +376,23 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP follow each other"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
         *(
+            (OLMO2_7B, {"model_type": "mpt", "attn_config": {name: value}}, f"{name} = {value}")
+            for name, value in (("alibi", False), ("attn_logit_softcapping", 50.0))
+        ),
+        *(
+            (
+                GRANITE_33_8B,
+                {"model_type": "granitemoehybrid", **changes},
+                "a Granite 4 has to have",
+            )
+            for changes in (
+                {"layer_types": ["mamba"], "num_local_experts": 0},
+                {"layer_types": 40, "num_local_experts": 0},
+                {"layer_types": ["attention"] * 40},
+            )
+        ),
+        (OLMO2_7B, {"model_type": "llama", "draft_vocab_size": 9}, "drafts tokens for another"),
+        *(
             (
                 GRANITE_33_8B,
                 {

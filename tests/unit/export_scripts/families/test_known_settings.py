@@ -77,6 +77,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "cla_share_factor": 2, "org_vocab_size": 128167, "use_cla": False,
         "im_end_id": 5, "anyres_pooling_size": 2,
     },
+    "ernie4_5": {"fuse_rms_norm": 1, "weight_share_add_bias": 1},
+    "granitemoehybrid": {"normalization_function": "rmsnorm"},
     "mpt": {"init_config": {"name": "kaiming_normal_"}, "verbose": 0},
 }  # fmt: skip
 
@@ -123,12 +125,13 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
     if kind == "cohere":  # releases have another one
         stated.add("rope_parameters")
-    missing = {
+    missing: dict[str, dict[str, Any]] = {
         "glm4_moe": {"head_dim": 128},
         "deepseek_v2": {"num_experts_per_tok": 6},
+        "granitemoehybrid": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
         "dots1": {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2},
     }
-    without_default: dict[str, int] = dict(missing.get(kind, {}))
+    without_default: dict[str, Any] = dict(missing.get(kind, {}))
     if whole["bos_token_id"] is whole["eos_token_id"] is None:
         without_default["bos_token_id"] = 1
     whole |= without_default
