@@ -109,9 +109,9 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         planned["deploy"] = replace(
             planned["deploy"], runs=False, state="not needed", reason=reason
         )
-    to_run = [each for each in planned.values() if each.runs]
-    for each in to_run:
-        problems += [*each.finding.problems, *each.stage.check()]
+    to_run = [planned_stage for planned_stage in planned.values() if planned_stage.runs]
+    for planned_stage in to_run:
+        problems += [*planned_stage.finding.problems, *planned_stage.stage.check()]
     return Plan(tuple(planned.values()), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
 
 
@@ -138,16 +138,16 @@ def _drop_export(requested: list[str], engine: str) -> list[str]:
 
 def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
     """Yield why stages run that were not requested or were finished, and the stages' own notes."""
-    for each in to_run:
-        if each.needed_by:
+    for planned in to_run:
+        if planned.needed_by:
             yield (
-                f"{each.needed_by} needs {each.stage.outputs()[0]}, which is missing: "
-                f"{each.name} runs first"
+                f"{planned.needed_by} needs {planned.stage.outputs()[0]}, which is missing: "
+                f"{planned.name} runs first"
             )
-    for each in to_run:
-        for change in each.finding.changes[:3]:
-            yield f"{each.name} runs again: {change} it was done"
-        yield from each.stage.notes()
+    for planned in to_run:
+        for change in planned.finding.changes[:3]:
+            yield f"{planned.name} runs again: {change} it was done"
+        yield from planned.stage.notes()
 
 
 def _prerequisite(name: str, config: Config) -> str | None:

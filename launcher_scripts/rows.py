@@ -66,7 +66,7 @@ def prepare_run(
     before = jobs_in(config.results_dir, queue) if may_live else []
     wanted = {stage.name: stage.job.folder for stage in stages}
     alive = ((job, wanted[job.stage]) for job in before if job.stage in wanted)
-    problems += filter(None, (live_job_problem(*each) for each in alive))
+    problems += filter(None, (live_job_problem(job, folder) for job, folder in alive))
     if not config.is_dry_run and not problems:
         problems += [problem for stage in stages for problem in stage.missing_now()]
     if problems:
@@ -112,7 +112,7 @@ def prepare_rows(
     wrong: list[str] = []
     for text, names in rows_with.items():
         all_have_it = len(names) == len(compositions)
-        wrong += [text] if all_have_it else [f"{each}: {text}" for each in names]
+        wrong += [text] if all_have_it else [f"{name}: {text}" for name in names]
     if len(rows) > 1 and any(row.config.deploy.keep for row in rows):
         wrong.append("deploy.keep=true would keep the first run's server; leave it out.")
     reports = Counter(row.config.evaluate.output_dir for row in rows)
@@ -168,7 +168,7 @@ def _wait_for_slots(run: Run, earlier: Sequence[Run]) -> None:
     """Wait until the queue has slots for a run, or all earlier jobs of this command have ended."""
     deadline = time.monotonic() + _SLOTS_WAIT_S  # an ended job leaves the queue with a delay
     while (slots := run.launcher.queue_slots()) is not None and slots.free < len(run.jobs):
-        if not all(each.has_ended() for each in earlier):
+        if not all(other.has_ended() for other in earlier):
             deadline = time.monotonic() + _SLOTS_WAIT_S
         elif time.monotonic() > deadline:
             return

@@ -221,12 +221,12 @@ class Run:
         """Return the records of the jobs that were submitted, by stage name."""
         found = {}
         for name, handle in self.handles.items():
-            each = record.read_record(handle.job.record_path)
-            if each and each.job_id != handle.job_id and self.launcher.in_foreground:
+            job = record.read_record(handle.job.record_path)
+            if job and job.job_id != handle.job_id and self.launcher.in_foreground:
                 # Another command has since run the stage in the same folder.
-                state = handle.poll() or each.state
-                each = record.JobRecord(handle.job_id, each.stage, each.name, state)
-            found[name] = each
+                state = handle.poll() or job.state
+                job = record.JobRecord(handle.job_id, job.stage, job.name, state)
+            found[name] = job
         return found
 
     def results(self) -> dict[str, Summary]:
@@ -242,20 +242,20 @@ class Run:
         """Return the table of stages, followed by their results."""
         records = self.records()
         rows = []
-        for each in self.planned:
-            state, seconds, outputs = each.state, "-", _shown_outputs(each.stage)
-            if each.runs:
-                found = records.get(each.name)
+        for planned in self.planned:
+            state, seconds, outputs = planned.state, "-", _shown_outputs(planned.stage)
+            if planned.runs:
+                found = records.get(planned.name)
                 state = found.state if found else record.LOST
-                if each.name not in records:
+                if planned.name not in records:
                     state = "not started"
                 if found is not None and found.seconds is not None:
                     seconds = f"{found.seconds:.1f}"
                 if state != record.COMPLETED:
                     outputs = "-"
-            rows.append((each.name, state, seconds, outputs))
+            rows.append((planned.name, state, seconds, outputs))
         lines = ["", self.console.table(("stage", "state", "seconds", "outputs"), rows)]
-        lines += [f"results: {each.stage.job.folder.parent}" for each in self.planned[:1]]
+        lines += [f"results: {planned.stage.job.folder.parent}" for planned in self.planned[:1]]
         for name, result in self.results().items():
             lines += _result_lines(name, result)
         return "\n".join(lines)
@@ -268,7 +268,7 @@ class Run:
                 the same stage in the meantime.
         """
         job, launcher = self.jobs[name], self.launcher
-        after = dependency([(each.job, each.job_id) for each in self.handles.values()])
+        after = dependency([(handle.job, handle.job_id) for handle in self.handles.values()])
         job_folder.prepare_submission(job, launcher, after, self.before.get(name))
         try:
             handle = launcher.submit(job, after)

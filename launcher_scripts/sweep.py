@@ -55,7 +55,7 @@ def compositions_of_sweep(
             own = hydra_text(str(folder / f"{number}-{plain}"))
             found[name] = compose([*words, f"export.run.results_dir={own}"])
     problems += [
-        f"--multirun with action={each}: a sweep works only with action=run; leave one of them out."
-        for each in {one.config.action for one in found.values() if one.config} - {"run"}
+        f"--multirun with action={action}: a sweep works only with action=run; leave one out."
+        for action in {run.config.action for run in found.values() if run.config} - {"run"}
     ]
     return found, problems

@@ -87,12 +87,12 @@ def find_checkpoints(run: Path) -> list[TrainedCheckpoint]:
     """
     found: dict[int, TrainedCheckpoint] = {}
     for folder in _folders(run):
-        entries = (each for entry in folder.iterdir() for each in _in_entry(entry))
-        for each in sorted(entries, key=lambda one: one.label):
-            if "-EMA" in each.label:
+        entries = (checkpoint for entry in folder.iterdir() for checkpoint in _in_entry(entry))
+        for checkpoint in sorted(entries, key=lambda checkpoint: checkpoint.label):
+            if "-EMA" in checkpoint.label:
                 continue
-            if found.setdefault(each.step, each).missing and not each.missing:
-                found[each.step] = each
+            if found.setdefault(checkpoint.step, checkpoint).missing and not checkpoint.missing:
+                found[checkpoint.step] = checkpoint
     return [found[step] for step in sorted(found)]
 
 
@@ -110,7 +110,7 @@ def unknown_entries(run: Path) -> list[Path]:
 
 
 def _folders(run: Path) -> Iterator[Path]:
-    return (folder for each in _FOLDERS if (folder := run / each).is_dir())
+    return (folder for name in _FOLDERS if (folder := run / name).is_dir())
 
 
 def _is_unknown(entry: Path) -> bool:
@@ -162,8 +162,8 @@ def _missing(layout: _Layout, entry: Path, step: int) -> str:
 
 def _nemo(folder: Path, step: int, name: str) -> TrainedCheckpoint:
     """Return a NeMo 1 checkpoint: a file in each rank folder, or a single file."""
-    ranks = [each for each in folder.iterdir() if parse_rank_folder(each.name) and each.is_dir()]
-    late = sorted(each.name for each in ranks if not (each / name).is_file())
+    ranks = [rank for rank in folder.iterdir() if parse_rank_folder(rank.name) and rank.is_dir()]
+    late = sorted(rank.name for rank in ranks if not (rank / name).is_file())
     missing = _unfinished(folder / name.removesuffix(".ckpt"))
     return TrainedCheckpoint(step, folder, name, missing or ", ".join(late))
 

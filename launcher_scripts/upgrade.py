@@ -61,7 +61,7 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
     rows = config.upgrade.rows
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
     found = check_gate(config.upgrade.gate, options)
-    problems = [each.replace("evaluate.gate", "upgrade.gate") for each in found]
+    problems = [problem.replace("evaluate.gate", "upgrade.gate") for problem in found]
     problems += decided_elsewhere(overrides, _DECIDED, "action=upgrade decides it for each row")
     if find_spec("scipy") is None:
         problems.append("action=upgrade needs the package scipy: pip install scipy.")
@@ -132,10 +132,10 @@ def wait_for_rows(config: Config, console: Console) -> None:
     folders = [Path(config.upgrade.output_dir, name) for name in config.upgrade.rows]
     said: set[str] = set()
     while alive := [
-        f"{folder.name}: the job {each.job_id} of {each.stage}"
+        f"{folder.name}: the job {job.job_id} of {job.stage}"
         for folder in filter(Path.is_dir, folders)
-        for each in jobs_in(folder)
-        if live_job_problem(each, folder / each.stage)
+        for job in jobs_in(folder)
+        if live_job_problem(job, folder / job.stage)
     ]:
         for text in alive:
             if text not in said:
@@ -147,7 +147,7 @@ def wait_for_rows(config: Config, console: Console) -> None:
 def _value(value: Any) -> str:
     """Return a value in Hydra's grammar."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_value, value)) + "]"
     return hydra_text(value) if isinstance(value, str) else json.dumps(value)

@@ -165,10 +165,10 @@ def find_checkpoint(path: Path) -> Path:
 
     archives = list(found.glob("*.nemo"))
     others = (
-        each.suffix == ".ckpt"
-        or each.name == "model_config.yaml"
-        or (each.is_dir() and "rank_" in each.name)
-        for each in found.iterdir()
+        entry.suffix == ".ckpt"
+        or entry.name == "model_config.yaml"
+        or (entry.is_dir() and "rank_" in entry.name)
+        for entry in found.iterdir()
     )
     if len(archives) == 1 and not any(others):
         return archives[0]

@@ -95,7 +95,7 @@ class ExportStage(Stage):
     def identity(self) -> dict[str, Any]:
         """Return every setting that decides the repository."""
         values = asdict(self.request)
-        return {KEYS[name]: as_json(each) for name, each in values.items() if name != "overwrite"}
+        return {KEYS[name]: as_json(value) for name, value in values.items() if name != "overwrite"}
 
     def inputs(self) -> list[Path]:
         """Return the shards."""

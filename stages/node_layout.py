@@ -55,7 +55,7 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
             )
     else:
         fewest = math.ceil(world_size / gpus_per_node)
-        nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
+        nodes = next(count for count in range(fewest, world_size + 1) if world_size % count == 0)
         used = world_size // nodes
         if nodes > fewest and used == 1:
             raise ValueError(

@@ -115,8 +115,8 @@ class SlurmLauncher(Launcher):
             log = log_path(job, job_id)
             record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
         except (KeyboardInterrupt, OSError):  # Slurm may already have queued the job
-            for each in _queued(script):
-                cancel(each)
+            for job_id in _queued(script):
+                cancel(job_id)
             raise
         return SlurmHandle(job, job_id, log)
 
@@ -125,7 +125,7 @@ class SlurmLauncher(Launcher):
         wrapper = partial(serve_in_chain, self, job) if stage.is_chained else None
         if isinstance(stage, DeployStage) and stage.ends_with_evaluation:
             wrapper = partial(run_and_poll, partial(end_without_evaluation, job), wrapper)
-        elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
+        elif any(condition.startswith(f"{AFTER_START}:") for condition in after.split(",")):
             # A server that was cancelled before it began could not record that itself.
             poll = partial(reconcile, job.folder.with_name("deploy") / RECORD_NAME)
             wrapper = partial(run_and_poll, poll, wrapper)
