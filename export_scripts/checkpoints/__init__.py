@@ -52,7 +52,7 @@ def recognise_format(path: Path) -> str:
     for name, (recognise, _) in FORMATS.items():
         if recognise(path):
             return name
-    if archives := sorted(each.name for each in path.glob("*.nemo")):
+    if archives := sorted(archive.name for archive in path.glob("*.nemo")):
         raise ValueError(
             f"{path} holds {len(archives)} archives: {', '.join(archives)}; name one of them"
         )
@@ -135,14 +135,14 @@ def chosen_entry(path: Path, name: str | None) -> tuple[Path, str | None]:
             return path, None
         raise ValueError(f"{path} holds no checkpoint {name}: it is a single checkpoint")
     found = [
-        each
-        for each in sorted(path.iterdir())
-        if fnmatch.fnmatchcase(each.name, name)
-        and (each.suffix == ".nemo" or (each.is_dir() and not parse_rank_folder(each.name)))
+        entry
+        for entry in sorted(path.iterdir())
+        if fnmatch.fnmatchcase(entry.name, name)
+        and (entry.suffix == ".nemo" or (entry.is_dir() and not parse_rank_folder(entry.name)))
     ]
     if len(found) > 1:
         raise ValueError(
             f"{path}: {name} names several checkpoints, "
-            f"{', '.join(each.name for each in found)}; name one"
+            f"{', '.join(entry.name for entry in found)}; name one"
         )
     return (found[0], None) if found else (path, name)

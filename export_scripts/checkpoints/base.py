@@ -427,8 +427,8 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
         counts[id(node)] = _MAX_VALUES  # in case the node contains itself
         count = 1
         if not isinstance(node.value, str):
-            inner = (each if isinstance(each, tuple) else (each,) for each in node.value)
-            count += sum(_count_values(each, counts) for several in inner for each in several)
+            inner = (item if isinstance(item, tuple) else (item,) for item in node.value)
+            count += sum(_count_values(value, counts) for several in inner for value in several)
         elif len(node.value) > _MAX_DIGITS and node.tag.endswith((":int", ":float")):
             raise ValueError(f"it holds a number of {len(node.value)} characters")
         if count > _MAX_VALUES:

@@ -81,7 +81,8 @@ class ChunkedTensor(Piece):
         if len(self.chunks) > _MAX_CHUNKS:
             return [f"it has {len(self.chunks)} chunks; expected at most {_MAX_CHUNKS}"]
         boxes = [
-            (each, _end(each, values), list(values.shape)) for each, values in self.chunks.items()
+            (begin, _end(begin, values), list(values.shape))
+            for begin, values in self.chunks.items()
         ]
         outside = [
             f"a chunk of {sizes} at {list(begin)} reaches beyond {list(self.shape)}"
@@ -135,7 +136,9 @@ def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
     Raises:
         CheckpointMismatchError: Chunks overlap, reach beyond their tensor, or leave holes.
     """
-    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
+    problems = [
+        f"{name}: {problem}" for name, tensor in tensors.items() for problem in tensor.problems()
+    ]
     refuse(listed(problems, f"{where}: "))
 
 

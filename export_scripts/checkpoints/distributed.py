@@ -190,7 +190,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
             for layer, each in _unstacked(name, tensor, _STACKED, "")
             for expert, values in _unstacked(layer, each, _EXPERTS, "local_experts.")
         }
-        twice += [f"{each} occurs twice, once in {name}" for each in named if each in tensors]
+        twice += [f"{key} occurs twice, once in {name}" for key in named if key in tensors]
         tensors |= named
     refuse(listed(twice, f"{where}: "))
     return tensors

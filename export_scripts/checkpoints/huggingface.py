@@ -94,7 +94,7 @@ def snapshots(path: Path) -> list[Path]:
     """Return the models in the root of a Hugging Face cache folder (models--<org>--<name>)."""
     if is_huggingface(path):
         return []
-    return sorted(each for each in path.glob("snapshots/*") if is_huggingface(each))
+    return sorted(folder for folder in path.glob("snapshots/*") if is_huggingface(folder))
 
 
 def snapshot_folder(path: Path) -> Path:
@@ -106,7 +106,7 @@ def snapshot_folder(path: Path) -> Path:
     main = path / "refs" / "main"
     if found and main.is_file():
         name = read_name(main)
-        found = [each for each in found if each.name == name] or found
+        found = [folder for folder in found if folder.name == name] or found
     return found[0] if len(found) == 1 else path
 
 
@@ -127,9 +127,9 @@ def _may_hold_tensors(path: Path) -> bool:
 
 def _has_weights(path: Path) -> bool:
     return any(
-        each.is_file() and not is_rank_file(each)
+        file.is_file() and not is_rank_file(file)
         for *_, pattern in _WEIGHTS
-        for each in path.glob(pattern)
+        for file in path.glob(pattern)
     )
 
 
@@ -197,9 +197,9 @@ def index_huggingface(
 def _adapter_remarks(path: Path) -> list[str]:
     """Return a remark on each adapter next to a model's weights, which may include it already."""
     return [
-        f"{each} is next to the model's weights and left out: to merge it, name it in --lora "
+        f"{file} is next to the model's weights and left out: to merge it, name it in --lora "
         "(convert.lora_checkpoints)"
-        for each in sorted(path.glob("adapter_model.*"))
+        for file in sorted(path.glob("adapter_model.*"))
     ]
 
 
@@ -251,7 +251,7 @@ def _weight_files(
             present = [path / name for name in sorted(set(named.values()))]
             return present, without_wrappers(named), facts, problems
         # Reading a named pipe would block.
-        if shards := sorted(each for each in path.glob(pattern) if each.is_file()):
+        if shards := sorted(file for file in path.glob(pattern) if file.is_file()):
             return shards, {}, {}, []
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
@@ -265,7 +265,7 @@ def _indexed_files(index: Path) -> tuple[dict[str, str], Fields, list[str]]:
     named, facts = table.get("weight_map"), table.get("metadata")
     if not isinstance(named, dict) or not named:
         raise CheckpointMismatchError(f"{index} has no weight_map of tensors; copy it again")
-    present = {each.name for each in index.parent.iterdir() if each.is_file()}
+    present = {file.name for file in index.parent.iterdir() if file.is_file()}
     there = {key: name for key, name in named.items() if isinstance(name, str) and name in present}
     missing = {f"{named[key]!r:.{_MAX_NAME}}" for key in named.keys() - there.keys()}
     problems = [

@@ -253,7 +253,7 @@ def _zeros(tensors: Tensors, blocks: Sequence[int], *, is_attention: bool) -> Te
         match = _HYBRID_LAYER.match(name)
         if match and match[3].startswith((".self_attention.", ".input_")) == is_attention:
             zeros = tuple(
-                ComputedPiece(each.dtype, each.shape, (), _Zeros(each)) for each in pieces
+                ComputedPiece(piece.dtype, piece.shape, (), _Zeros(piece)) for piece in pieces
             )
             halves.setdefault(int(match[2]), {}).update(
                 {f"{match[1]}{block}{match[3]}": zeros for block in blocks}

@@ -49,7 +49,7 @@ def is_nemo(path: Path) -> bool:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
     return path.is_dir() and (
         (path / CONFIG_NAME).is_file()
-        or any(each.is_file() for each in path.glob("*.ckpt"))
+        or any(file.is_file() for file in path.glob("*.ckpt"))
         or _is_distributed_nemo(_model_folder(path))
         or bool(_last_folders(path))
         or any(parse_rank_folder(e.name) and any(e.glob("*.ckpt")) for e in path.iterdir())
@@ -212,8 +212,8 @@ def _model(tree: _Tree) -> _Tree:
 
 def _matching_name(path: Path, every: Files, asked: str) -> str:
     """Return the name of the weight files that the user's name or pattern matches."""
-    found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
-    found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]
+    found = [name for name in every if fnmatch.fnmatchcase(name, asked)]
+    found = found or [name for name in every if fnmatch.fnmatchcase(name, f"{asked}.ckpt")]
     if len(found) != 1:
         which = f"names several: {', '.join(found)}" if found else "is none of its checkpoints"
         raise CheckpointMismatchError(

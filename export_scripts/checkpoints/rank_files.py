@@ -120,7 +120,7 @@ def _parts(value: Any) -> list[_Part] | None:
             found = [_dtensor_part(whole, values, spec)]
         case _:
             return None
-    parts = [each for each in found if each is not None]
+    parts = [part for part in found if part is not None]
     return parts if len(parts) == len(found) else None
 
 
@@ -181,21 +181,21 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
     first = parts[0]
     rank = len(first.whole)
     if any(
-        (each.whole, each.values.dtype, len(each.values.shape))
+        (part.whole, part.values.dtype, len(part.values.shape))
         != (first.whole, first.values.dtype, rank)
-        or each.coordinates.keys() != first.coordinates.keys()
-        for each in parts
+        or part.coordinates.keys() != first.coordinates.keys()
+        for part in parts
     ):
         problems.append(f"ranks hold parts of {name} of different shapes or types")
         return ChunkedTensor(first.values.dtype, first.whole, {})
     for axis, factor in first.factors.items():
-        if (count := len({each.coordinates[axis][:-1] for each in parts})) != factor:
+        if (count := len({part.coordinates[axis][:-1] for part in parts})) != factor:
             problems.append(f"{name} was first cut into {factor} parts, but there are {count}")
     # Sizes along each axis by coordinates; their sums are the offsets of the parts.
     sizes: dict[int, dict[tuple[int, ...], int]] = {axis: {} for axis in first.coordinates}
-    for each in parts:
-        for axis, coordinate in each.coordinates.items():
-            size = each.values.shape[axis]
+    for part in parts:
+        for axis, coordinate in part.coordinates.items():
+            size = part.values.shape[axis]
             if sizes[axis].setdefault(coordinate, size) != size:
                 problems.append(f"ranks hold parts of {name} of different sizes at one place")
     ordered = {axis: dict(sorted(of_axis.items())) for axis, of_axis in sizes.items()}
@@ -204,12 +204,12 @@ def _whole(name: str, parts: Sequence[_Part], problems: list[str]) -> ChunkedTen
         for axis, of_axis in ordered.items()
     }
     chunks: dict[ChunkOffset, StoredTensor] = {}
-    for each in parts:
-        starts = {axis: offsets[axis][at] for axis, at in each.coordinates.items()}
-        begin = each.begin or tuple(starts.get(axis, 0) for axis in range(rank))
-        if 0 in each.values.shape:
+    for part in parts:
+        starts = {axis: offsets[axis][at] for axis, at in part.coordinates.items()}
+        begin = part.begin or tuple(starts.get(axis, 0) for axis in range(rank))
+        if 0 in part.values.shape:
             continue
-        sums = {_checksum(each.values), _checksum(chunks.setdefault(begin, each.values))}
+        sums = {_checksum(part.values), _checksum(chunks.setdefault(begin, part.values))}
         if len(sums - {None}) > 1:
             problems.append(
                 f"ranks hold different values of {name} at one place: their files are from "
@@ -308,9 +308,9 @@ def _zero_rank(
         buffers = first.get("buffer_names")
         found = {n: module[n] for n in module if isinstance(buffers, list) and n in buffers}
         frozen = [_zero_table(state, "frozen_param_fragments", folder) for state in states]
-        _refuse_copies(folder, [[*each.values()] for each in frozen])
+        _refuse_copies(folder, [[*fragments.values()] for fragments in frozen])
         found |= {
-            name: _joined([[each.get(name)] for each in frozen], 0, shape, name, folder)
+            name: _joined([[fragments.get(name)] for fragments in frozen], 0, shape, name, folder)
             for name, shape in _shapes([first.get("frozen_param_shapes") or {}], files[0]).items()
         }
         if has_shares:
@@ -335,7 +335,7 @@ def _merge_tp_ranks(
                 "how they cut tensors (affine_map of DeepSpeed 0.19): make its universal form "
                 "(ds_to_universal), or save the model with save_pretrained"
             )
-    parts = [[stored for each in own.values() for stored in each.stored] for own in ranks]
+    parts = [[stored for piece in own.values() for stored in piece.stored] for own in ranks]
     _refuse_copies(folder, parts)
     whole = {
         name: _from_boxes(stated.get(name), [own.get(name) for own in ranks]) for name in ranks[0]
@@ -376,7 +376,7 @@ def _from_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | 
                 chunks.setdefault(tuple(begin), shard)
             case _:
                 return None
-    dtypes = {each.dtype for each in chunks.values()}
+    dtypes = {chunk.dtype for chunk in chunks.values()}
     return ChunkedTensor(dtypes.pop(), whole, chunks) if len(dtypes) == 1 else None
 
 
@@ -454,7 +454,7 @@ def _partitioned(
         name: _joined(ranks, begin, shapes[name], name, folder)
         for name, begin in zip(shares, begins, strict=False)
     }
-    held = {sum(math.prod(each.shape) for each in groups) for groups in ranks}
+    held = {sum(math.prod(values.shape) for values in groups) for groups in ranks}
     if held != {sum(shares.values())}:
         raise CheckpointMismatchError(
             f"{folder}: ranks hold {sorted(held)} values of fp32_flat_groups, and param_shapes "
@@ -470,9 +470,9 @@ def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
         CheckpointMismatchError: Two ranks hold the same values.
     """
     held = [
-        tuple((each.record.crc32, each.span_bytes) for each in rank if each.record)
+        tuple((tensor.record.crc32, tensor.span_bytes) for tensor in rank if tensor.record)
         for rank in ranks
-        if all(isinstance(each, StoredTensor) for each in rank)
+        if all(isinstance(tensor, StoredTensor) for tensor in rank)
     ]
     twice = [n for n, each in enumerate(held) if each and each in held[:n]]
     if twice:
@@ -501,7 +501,7 @@ def _joined(
                 chunks[(at,)] = part
                 at += part.shape[0]
             place += values.shape[0]
-    dtypes = {each.dtype for each in chunks.values()}
+    dtypes = {chunk.dtype for chunk in chunks.values()}
     if at != size or len(dtypes) > 1:
         raise CheckpointMismatchError(
             f"{folder}: ranks hold {at} of the {size} values of {name}; copy the files of one run"

@@ -94,7 +94,9 @@ def sharded_folders(path: Path) -> list[Path]:
         for file in path.glob(level + name)
         if file.is_file() and (name not in _RANK_FILES or is_rank_file(file))
     }
-    return sorted(each for each in found if not _states_settings(each, is_given=each == path))
+    return sorted(
+        folder for folder in found if not _states_settings(folder, is_given=folder == path)
+    )
 
 
 def is_sharded(path: Path) -> bool:
@@ -130,7 +132,7 @@ def _states_settings(folder: Path, *, is_given: bool) -> bool:
 
 def settings_folder(path: Path) -> Path | None:
     """Return the folder of a distributed checkpoint's config.json, if there is one."""
-    places = [path, *(each / name for each in sharded_folders(path) for name in _SETTINGS)]
+    places = [path, *(folder / name for folder in sharded_folders(path) for name in _SETTINGS)]
     found = (place.resolve() for place in places if is_configuration(place / CONFIG_NAME))
     return next(found, None)
 
@@ -154,7 +156,7 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
     folders = sharded_folders(path)
     models = {folder: found for folder in folders if (found := _tensors(folder))}
     if len(models) != 1:
-        lost = [str(each) for each in folders if not (each / INDEX_NAME).is_file()]
+        lost = [str(folder) for folder in folders if not (folder / INDEX_NAME).is_file()]
         raise CheckpointMismatchError(
             f"{path} holds several distributed checkpoints of models: "
             f"{first_names([str(folder) for folder in models])}; name one"
@@ -165,8 +167,8 @@ def with_sharded_weights(configuration: CheckpointReader, path: Path) -> Checkpo
             else f"{path} holds no distributed checkpoint of a model, only of its training"
         )
     ((folder, tensors),) = models.items()
-    stored = {each.path for (piece,) in tensors.values() for each in piece.stored}
-    index = {each for name in (INDEX_NAME, ZERO_STATES) for each in folder.glob(name)}
+    stored = {tensor.path for (piece,) in tensors.values() for tensor in piece.stored}
+    index = {file for name in (INDEX_NAME, ZERO_STATES) for file in folder.glob(name)}
     form: Fields = {"tensors": tensors}
     if CORE_TABLE in tensors:
         settings = configuration.config
@@ -252,7 +254,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
     """
     tensors = reader.tensors
     trainers, kind = _trainers(), str(reader.config.get("model_type"))
-    named = (name for name, each in trainers.items() if each.get("has") in tensors)
+    named = (name for name, trainer in trainers.items() if trainer.get("has") in tensors)
     name = next(named, _IN_MEMORY)
     trainer = trainers[name]
     if kind not in (models := trainer["models"]):

@@ -96,8 +96,8 @@ def special_ids(files: Files) -> SpecialIds:
         return found
     stated = json_file(files[_GENERATION])
     ids = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
-    firsts = (each[0] if isinstance(each, list) and each else each for each in ids)
-    return SpecialIds(*(each if type(each) is int and each >= 0 else None for each in firsts))
+    firsts = (token[0] if isinstance(token, list) and token else token for token in ids)
+    return SpecialIds(*(token if type(token) is int and token >= 0 else None for token in firsts))
 
 
 def _ids_of_tokenizer(files: Files) -> SpecialIds:
@@ -148,7 +148,7 @@ def _sentencepiece_ids(file: Region) -> SpecialIds:
     except ValueError as error:
         raise CheckpointMismatchError(f"{file}: {error}") from error
     ids = (trainer.bos_id, trainer.eos_id, trainer.pad_id)
-    return SpecialIds(*(each if each >= 0 else None for each in ids))
+    return SpecialIds(*(token if token >= 0 else None for token in ids))
 
 
 def check_outside_files(files: Files, checkpoint: Path) -> None:
@@ -171,7 +171,7 @@ def check_outside_files(files: Files, checkpoint: Path) -> None:
         for name, file in files.items()
         # Only a member of an archive has a name.
         if not file.name
-        and not any(file.path.resolve().is_relative_to(each) for each in folders)
+        and not any(file.path.resolve().is_relative_to(folder) for folder in folders)
         and not _is_tokenizer(name, files)
     ]
     refuse(problems)
@@ -187,7 +187,7 @@ def _is_tokenizer(name: str, files: Files) -> bool:
         if name == "vocab.txt":
             return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
         vocabulary = json_file(files["vocab.json"])
-        if not vocabulary or not all(type(each) is int for each in vocabulary.values()):
+        if not vocabulary or not all(type(token_id) is int for token_id in vocabulary.values()):
             return False
         if name == "merges.txt":
             pairs = [line.split(" ") for line in data.decode().splitlines()[1:] if line]

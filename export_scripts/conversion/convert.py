@@ -81,8 +81,8 @@ def check_conversion(request: ConversionRequest) -> list[str]:
     except ValueError as error:
         path = str(request.checkpoint_path)
         return [
-            f"{request.names['checkpoint_path']}={each}" if each.startswith(path) else each
-            for each in str(error).split("\n")
+            f"{request.names['checkpoint_path']}={problem}" if problem.startswith(path) else problem
+            for problem in str(error).split("\n")
         ]
     paths = WorkPaths(request.folder)
     return _folder_problems(request, paths, _identity(request))
@@ -190,7 +190,7 @@ def _source_fingerprint(path: Path, *, settings: Path | None = None) -> str:
     # Other hidden files belong to version control or an editor.
     names = (file.relative_to(path) for file in files_below(path))
     visible = [
-        n for n in names if not any(each.startswith(".") and each != INDEX_NAME for each in n.parts)
+        n for n in names if not any(part.startswith(".") and part != INDEX_NAME for part in n.parts)
     ]
     if settings is None and (folder := settings_folder(path)):
         visible.append(folder / CONFIG_NAME)
@@ -265,7 +265,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> Fields:
         "format": request.output_format,
         **({} if request.fp8 is None else {"fp8": request.fp8}),
         "allow_setting": list(request.allow_setting),
-        "remarks": [without_middle(each) for each in plan.remarks],
+        "remarks": [without_middle(remark) for remark in plan.remarks],
         "files": files,
         "tensors": {
             tensor.key: {

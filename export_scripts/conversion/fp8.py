@@ -131,7 +131,7 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
     odd = {_join_key(t) for t in written if _is_layer_matrix(t) and any(n % unit for n in t.shape)}
     new: dict[str, tuple[Piece, ...]] = {}
     tensors: list[WrittenTensor] = []
-    wide = [] if any(each.key.startswith("lm_head.") for each in written) else ["lm_head"]
+    wide = [] if any(tensor.key.startswith("lm_head.") for tensor in written) else ["lm_head"]
     for tensor in written:
         if _is_layer_matrix(tensor) and _join_key(tensor) not in odd:
             for key, piece, kind in _Matrix(source, tensor, form).pieces():
@@ -143,7 +143,9 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
         tensors.append(tensor)
         is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
         wide += [tensor.key.removesuffix(_WEIGHT)] if is_matrix else []
-    left = [each.key for each in written if _is_layer_matrix(each) and _join_key(each) in odd]
+    left = [
+        tensor.key for tensor in written if _is_layer_matrix(tensor) and _join_key(tensor) in odd
+    ]
     reason = f"sizes that {unit} does not divide have no form in FP8 that every library loads"
     if not new:
         refuse(
@@ -170,7 +172,7 @@ def _is_layer_matrix(tensor: WrittenTensor) -> bool:
     """Return whether a tensor is a matrix of a layer that servers load in FP8."""
     item = tensor.items[0]
     is_matrix = len(tensor.shape) == 2 and tensor.key.endswith(_WEIGHT)
-    return is_matrix and bool(item.index) and not any(each in item.tensor.name for each in _WIDE)
+    return is_matrix and bool(item.index) and not any(name in item.tensor.name for name in _WIDE)
 
 
 def _join_key(tensor: WrittenTensor) -> tuple[str, int]:

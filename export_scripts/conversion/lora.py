@@ -272,12 +272,12 @@ def with_adapters(
         adapters.append(adapter)
         problems += _apply(adapter, tensors, reader)
     refuse(listed(problems))
-    files = (*reader.files, *(file for each in adapters for file in each.files))
+    files = (*reader.files, *(file for adapter in adapters for file in adapter.files))
     return dataclasses.replace(
         reader,
         tensors=tensors,
         files=tuple(dict.fromkeys(files)),
-        remarks=(*reader.remarks, *(each.describe() for each in adapters)),
+        remarks=(*reader.remarks, *(adapter.describe() for adapter in adapters)),
         keepalive=(*reader.keepalive, *adapters),
     )
 
@@ -517,7 +517,7 @@ def _row_blocks(
         )
     blocks = ranks if adapter.format == "nemo2" else groups
     size = rows // counts[part]  # rows per head
-    ends = [0, *itertools.accumulate(size * counts[each] // blocks for each in "qkv")]
+    ends = [0, *itertools.accumulate(size * counts[part_name] // blocks for part_name in "qkv")]
     number = "qkv".index(part)
     return RowBlocks(blocks, ends[-1], ends[number], ends[number + 1])
 
@@ -595,7 +595,9 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
             "convert its model, and name the adapter's folder (--lora, convert.lora_checkpoints)"
         )
     folder = reader.files[-1].parent
-    places = [each / name for each in (reader.home, folder, folder.parent) for name in _PEFT_SCALES]
+    places = [
+        place / name for place in (reader.home, folder, folder.parent) for name in _PEFT_SCALES
+    ]
     where = next((file for file in places if file.is_file()), None)
     if where is None:
         raise CheckpointMismatchError(
@@ -623,7 +625,7 @@ def _peft_changes(
     embeddings: set[str] = set()
     replaced: Tensors = {}
     roles: dict[tuple[str, str], str] = {}
-    source = next((each.stored[0].path for each in stored.values()), where.parent)
+    source = next((tensor.stored[0].path for tensor in stored.values()), where.parent)
     for name, tensor in stored.items():
         if _PEFT_ORIGINAL in name or (
             _PEFT_TRAINED in name and name.replace(_PEFT_TRAINED, ".") in stored
@@ -668,7 +670,7 @@ def peft_problems(config: Table, where: Path) -> list[str]:
         return [f"{where}: peft_type = {kind!r}; expected LORA"]
     remedy = "load it with peft, merge_and_unload, and convert what save_pretrained leaves"
     start = config.get("init_lora_weights", True)
-    if not any(start is each or start == each for each in _PEFT_INITS):
+    if not any(start is value or start == value for value in _PEFT_INITS):
         problems.append(
             f"{where}: init_lora_weights = {start!r} changes the model's own weights: {remedy}"
         )

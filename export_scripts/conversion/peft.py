@@ -186,10 +186,10 @@ class _Follower:
     def __call__(self, tensor: WrittenTensor) -> _Module | str | None:
         """Return the module of a tensor, the reason against it, or None if nothing updates it."""
         sums = {
-            id(each.update): each
+            id(total.update): total
             for item in tensor.items
             for piece in self._read(item)
-            for each in _sums(piece)
+            for total in _sums(piece)
         }
         if not sums:
             return None
@@ -199,14 +199,14 @@ class _Follower:
             return f"an update of {list(tensor.shape)}; expected an update of a matrix"
         shares: list[_Share] = []
         orders = set()
-        for each in sums.values():
-            found = self._found(tensor, each.update)
+        for total in sums.values():
+            found = self._found(tensor, total.update)
             if isinstance(found, str):
                 return found
             rows, columns, is_transposed = found
             if len(rows):
                 orders.add(is_transposed)
-                shares.append(_Share(each.update, each.halves, rows, columns))
+                shares.append(_Share(total.update, total.halves, rows, columns))
         if not shares:
             return None
         if len(orders) > 1:
@@ -223,12 +223,12 @@ class _Follower:
     def _found(self, tensor: WrittenTensor, update: Update) -> tuple[Array, Array, bool] | str:
         """Return `_searched` of an update, from an equal layer if it is known."""
         places = [
-            (id(item.source), view, piece.shape, each.share, each.axis, each.halves, update.part)
-            if each
+            (id(item.source), view, piece.shape, total.share, total.axis, total.halves, update.part)
+            if total
             else (id(item.source), view, piece.shape)
             for item, view in tensor.pieces
             for piece in self._read(item)
-            for each in (next(_sums(piece, update), None),)
+            for total in (next(_sums(piece, update), None),)
         ]
         place = repr(places)
         if place not in self._known:
@@ -261,8 +261,10 @@ class _Follower:
         for item, view in tensor.pieces:
             assert view is not None
             parts = rearranged(item.build(self._source.facts, self._source.config, read), view)
-            each = [part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors]
-            found.append(np.concatenate(each, parts.axis).reshape(view.shape))
+            numbers = [
+                part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors
+            ]
+            found.append(np.concatenate(numbers, parts.axis).reshape(view.shape))
         whole: Array = np.concatenate(found)
         return whole
 

@@ -60,10 +60,10 @@ def with_tokenizer(plan: ConversionPlan) -> ConversionPlan:
         if not plan.request.allows(TOKENIZER):
             allow = f"; or leave the tokenizer out ({plan.request.names['allow']} {TOKENIZER})"
             raise CheckpointMismatchError(
-                f"{source}: {each}{allow}" for each in problems
+                f"{source}: {problem}{allow}" for problem in problems
             ) from error
         files = {}
-        remarks = tuple(f"the tokenizer is left out: {each}" for each in problems)
+        remarks = tuple(f"the tokenizer is left out: {problem}" for problem in problems)
     return dataclasses.replace(
         plan, extra_files=rest | files, remarks=(*plan.remarks, *left, *remarks)
     )
@@ -125,7 +125,9 @@ def _is_huggingface(plan: ConversionPlan) -> bool:
     """Return whether a source is a Hugging Face folder, or shards made from one."""
     reader = plan.facts.reader
     origin = reader.origin or plan.mapping.name
-    return any(each.name == origin and each.format == "huggingface" for each in SOURCE_MAPPINGS)
+    return any(
+        mapping.name == origin and mapping.format == "huggingface" for mapping in SOURCE_MAPPINGS
+    )
 
 
 def _copied_name(plan: ConversionPlan, name: str) -> str:
@@ -169,16 +171,16 @@ def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         raise ValueError(f"{_WHOLE} holds no vocabulary")
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    if not all(type(each) is int for each in ids):
+    if not all(type(token_id) is int for token_id in ids):
         raise ValueError(f"{_WHOLE} has an id that is not a number")
     _check_last_id(plan, max(ids))
     rows = _rows(plan)
     added = tokenizer.get("added_tokens")
     beyond = [
-        f"{each.get('content')!r:.40} ({each['id']})"
-        for each in (added if isinstance(added, list) else [])
-        if isinstance(each, dict) and isinstance(each.get("id"), int)
-        if rows is not None and each["id"] >= rows
+        f"{token.get('content')!r:.40} ({token['id']})"
+        for token in (added if isinstance(added, list) else [])
+        if isinstance(token, dict) and isinstance(token.get("id"), int)
+        if rows is not None and token["id"] >= rows
     ]
     if not beyond:
         return ()
@@ -337,9 +339,9 @@ def _differences(
                 f"{back!r:.80}"
             )
     more = len(found) - _MAX_DIFFERENCES
-    return [f"{each} in a tokenizer.json made from it" for each in found[:_MAX_DIFFERENCES]] + (
-        [f"{more} more texts differ"] if more > 0 else []
-    )
+    return [
+        f"{difference} in a tokenizer.json made from it" for difference in found[:_MAX_DIFFERENCES]
+    ] + ([f"{more} more texts differ"] if more > 0 else [])
 
 
 def _shown(ids: Sequence[int]) -> str:
@@ -389,6 +391,6 @@ def _add_markers(
     if before or after:
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
-            pair=[*before, "$A", *after, "$B:1", *(f"{each}:1" for each in after)],
-            special_tokens=[(each, special[each]) for each in (*before, *after)],
+            pair=[*before, "$A", *after, "$B:1", *(f"{token}:1" for token in after)],
+            special_tokens=[(token, special[token]) for token in (*before, *after)],
         )

@@ -75,7 +75,7 @@ class _Place(NamedTuple):
     def state(self, module: str) -> str:
         """Return the key of the extra state of a module that has the tensor."""
         axes = (self.numbers, self.counts) if self.numbers else ((0,), (1,))
-        return f"{module}._extra_state/shard_{'_'.join('.'.join(map(str, each)) for each in axes)}"
+        return f"{module}._extra_state/shard_{'_'.join('.'.join(map(str, axis)) for axis in axes)}"
 
     def box(self, shape: Shape) -> tuple[Shape, Shape]:
         """Return the offset and the shape of a tensor in the stacked one."""
@@ -113,7 +113,7 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     }
     # An empty extra state, and the common state, which newer releases of megatron-core read here
     # and not in a file.
-    objects = [b"".join(Archive([each]).parts()) for each in (None, common)]
+    objects = [b"".join(Archive([content]).parts()) for content in (None, common)]
     header = b"".join(objects)
     files: list[WrittenFile] = []
     entries: dict[tuple[str, Shape], tuple[str, int, int]] = {}
@@ -146,7 +146,7 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
         extra_files={
             **{f"{RELEASE}/{name}": data for name, data in checkpoint.items()},
             LATEST_NAME: RELEASE.encode(),
-            ARGUMENTS_NAME: "".join(f"{each}\n" for each in _switches(args)).encode(),
+            ARGUMENTS_NAME: "".join(f"{switch}\n" for switch in _switches(args)).encode(),
         },
     )
 
@@ -218,7 +218,7 @@ def _place(name: str, args: Table, *, is_stacked: bool) -> _Place:
     if match := _EXPERT.search(name):
         name = _EXPERT.sub("mlp.experts.experts.", name)
         axes.append((int(match[1]), args["num_experts"]))
-    return _Place(name, *(tuple(each[n] for each in axes) for n in (0, 1)))
+    return _Place(name, *(tuple(pair[n] for pair in axes) for n in (0, 1)))
 
 
 def _tensor(shape: Shape, kind: str) -> PickledObject:
@@ -310,5 +310,5 @@ def _switches(args: Table) -> list[str]:
             found.append(switch)
         elif not isinstance(value, bool) and value is not None and name not in _RUN:
             values = value if name == "spec" else [value]
-            found.append(" ".join((switch, *(re.sub(r"[() ]", "", str(each)) for each in values))))
+            found.append(" ".join((switch, *(re.sub(r"[() ]", "", str(part)) for part in values))))
     return found

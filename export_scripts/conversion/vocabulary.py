@@ -95,7 +95,7 @@ def _ids(files: Files) -> int | None:
         model = table.get("model")
         words = model.get("vocab") if isinstance(model, Mapping) else None
         ids = [*words.values()] if isinstance(words, Mapping) else [len(words or ()) - 1]
-        ids += [each.get("id") for each in table.get("added_tokens") or ()]
+        ids += [token.get("id") for token in table.get("added_tokens") or ()]
     elif "tokenizer.model" in files:
         try:
             ids = [len(read_sentencepiece(read_small(files["tokenizer.model"])).pieces) - 1]
@@ -107,4 +107,4 @@ def _ids(files: Files) -> int | None:
         ids = [len(read_small(files["vocab.txt"]).splitlines()) - 1]
     else:
         return None
-    return 1 + max((each for each in ids if type(each) is int), default=-1)
+    return 1 + max((token_id for token_id in ids if type(token_id) is int), default=-1)

@@ -84,7 +84,9 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
     except CheckpointMismatchError as error:
         keys = ", ".join(key for key, _ in item.reads)
         where = f"{item.tensor.name}: {keys} in {plan.facts.reader.path}"
-        raise CheckpointMismatchError(f"{where}: {each}" for each in error.problems) from error
+        raise CheckpointMismatchError(
+            f"{where}: {problem}" for problem in error.problems
+        ) from error
 
 
 @dataclass
@@ -138,9 +140,9 @@ class _Group:
         names = (name, *(item.tensor.name for item in tensor.items))
         if self._is_finite or any(map(self.plan.request.allows, names)):
             return []
-        parts = (self._built.get(each) or build_parts(self.plan, each) for each in tensor.items)
-        extents = [_source_extent(each) for each in parts]
-        largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
+        parts = (self._built.get(item) or build_parts(self.plan, item) for item in tensor.items)
+        extents = [_source_extent(part) for part in parts]
+        largest, bad = max(value for value, _ in extents), sum(count for _, count in extents)
         if bad:
             return [
                 f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
