@@ -182,7 +182,7 @@ def test_an_answer_ends_before_any_of_the_end_tokens(arguments: dict[str, str]) 
     assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[1]]) == [["ab"]]
     lengths = {"RESPONSE_INPUT_LENGTHS": [[1]], "sequence_length": [[3]]}
     assert _texts(model, rows, **lengths) == [["ab"]]
-    with pytest.raises(ValueError, match="parameter end_ids='1;2' must be token ids"):
+    with pytest.raises(ValueError, match="parameter end_ids='1;2' must be token IDs"):
         _loaded(Postprocessing(), arguments, end_ids="1;2")
 
 
