@@ -34,6 +34,7 @@ from foundations.errors import (
     refuse,
 )
 from foundations.files.json_content import Fields, Table
+from foundations.files.yaml_content import read_table
 
 _MAX_NAME = 100  # characters of a file name in messages
 
@@ -57,23 +58,6 @@ _LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Keys that lead to the model in a trainer's state, outermost first; Composer has the first.
 _MODEL_KEYS = ("state", "model_state_dict", "model")
 
-# Pattern of unsupported weights -> their name and the remedy.
-_RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
-_MERGE = "convert its model, and name it as a LoRA checkpoint to merge"
-_FOREIGN = {
-    "tf_model*.h5": f"TensorFlow weights: {_RESAVE}",
-    "*.ckpt.index": f"TensorFlow weights: {_RESAVE}",
-    "flax_model*.msgpack": f"Flax weights: {_RESAVE}",
-    "*.gguf": f"weights of llama.cpp: {_RESAVE}, or fetch the original",
-    "*.onnx": "an exported graph: fetch the model it was made from",
-    "consolidated*": "the publisher's own layout: fetch the model's Hugging Face form",
-    "lit_model.pth": "LitGPT's own form: `litgpt convert_from_litgpt FOLDER OUT`, and name "
-    "OUT/model.pth with the model's config.json",
-    "checkpoint_metadata.json": "nanotron's own form: its examples/llama/convert_nanotron_to_hf.py "
-    "--checkpoint_path=FOLDER --save_path=OUT makes a Hugging Face folder",
-    "adapter_model.*": f"an adapter without its model: {_MERGE}",
-}
-
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a folder holds a Hugging Face model."""
@@ -84,7 +68,7 @@ def foreign_weights(path: Path) -> str:
     """Return the unsupported weights in a folder, or in a file, with the remedy; empty if none."""
     return "; ".join(
         f"{file.name} is {what}"
-        for pattern, what in _FOREIGN.items()
+        for pattern, what in read_table(Path(__file__).with_name("foreign_weights.yaml")).items()
         for file in ([path] if path.is_file() else sorted(path.glob(pattern))[:1])
         if file.match(pattern)
     )

@@ -42,6 +42,7 @@ from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Table
+from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -72,16 +73,8 @@ _MODULE = r"(.*\.)?({})$"
 # GPT-2's linear layers, which store their matrices as (in, out).
 _CONV1D = re.compile(r"\.(?:c_attn|c_proj|c_fc|q_attn)$")
 
-# NeMo 1's names of adapters -> (their layers, in megatron-core's names and older ones; the axis on
-# which training ranks cut the first factor).
-_NEMO_LAYERS = {
-    "lora_kqv_adapter": (("linear_qkv", "query_key_value"), 0),
-    "lora_dense_attention_adapter": (("linear_proj", "dense"), 1),
-    "lora_hto4h_adapter": (("linear_fc1", "dense_h_to_4h"), 0),
-    "lora_4htoh_adapter": (("linear_fc2", "dense_4h_to_h"), 1),
-    "lora_unfused_kqv_adapter": (("linear_qkv",), 0),
-    "lora_unfused_hto4h_adapter": (("linear_fc1",), 0),
-}
+# NeMo 1's names of adapters -> (their layers, the axis on which ranks cut the first factor).
+_NEMO_LAYERS = read_table(Path(__file__).with_name("nemo_adapters.yaml"))
 _NEMO_FACTOR = re.compile(
     r"^(?P<block>.+)\.adapter_layer\.(?P<adapter>\w+)(?:\.(?P<part>q|k|v|gate|up)_adapter)?"
     r"\.linear_(?P<side>in|out)\.weight$"

@@ -303,22 +303,17 @@ def _named_templates(folder: Path) -> dict[str, str]:
 def _chats(source: ChatTemplate, folder: ChatTemplate) -> Iterator[Remark]:
     for name, chat in _CHATS.items():
         for answers in (True, False):
-            one, other = (_rendered(side, answers=answers, **chat) for side in (source, folder))
+            one, other = (_rendered(side, chat, answers=answers) for side in (source, folder))
             if one != other:
                 where = name if answers else f"{name}, without the beginning of an answer"
                 yield differs("chat", where, one, other)
 
 
-def _rendered(
-    template: ChatTemplate,
-    *,
-    messages: Sequence[Mapping[str, Any]],
-    values: Mapping[str, Any],
-    answers: bool,
-) -> str:
+def _rendered(template: ChatTemplate, chat: Mapping[str, Any], *, answers: bool) -> str:
     """Return the rendered chat; "refused" if the template refuses it, as both sides may."""
+    values = chat["values"]
     try:
         tools = values.get("tools", ())
-        return template.render(messages, values=values, tools=tools, answers=answers)
+        return template.render(chat["messages"], values=values, tools=tools, answers=answers)
     except RejectedError:
         return "refused"
