@@ -24,7 +24,7 @@ def chosen_layers(flags: Sequence[bool]) -> Layers:
 
 
 def layer_flags(layers: Layers, count: int) -> list[bool]:
-    """Return whether each layer is among those of the numbers; None: all."""
+    """Return for each layer whether `layers` holds its number; None holds all."""
     return [layers is None or number in layers for number in range(count)]
 
 

@@ -321,7 +321,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         (
             GEMMA2_9B,
             {"use_bidirectional_attention": True},
-            "use_bidirectional_attention = True: attention reads both ways",
+            "use_bidirectional_attention = True: attention is bidirectional",
         ),
         (GEMMA2_9B, {"final_logit_softcapping": -1}, "final_logit_softcapping = -1 is out of"),
         *(
@@ -373,7 +373,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         (COMMAND_R, {"rope_theta": None}, "no rope_theta: transformers 4 uses 10000 and 5"),
         (COMMAND_R7B, {"sliding_window": None}, "no layer would rotate"),
         (COMMAND_R7B, {"layer_types": ["full_attention"] * 32}, "none would rotate"),
-        (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP follow each other"),
+        (COMMAND_R7B, {"use_parallel_block": False}, "attention and MLP are sequential"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
         *(
             (OLMO2_7B, {"model_type": "mpt", "attn_config": {name: value}}, f"{name} = {value}")

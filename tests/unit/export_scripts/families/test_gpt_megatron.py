@@ -343,7 +343,7 @@ def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool
     ("config", "words"),
     [
         ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),
-        ({"drop_layers": [1]}, "drop_layers = [1]: layers are left out"),
+        ({"drop_layers": [1]}, "drop_layers = [1]: layers are skipped"),
         ({"softmax_scale": 0.5}, "scores are divided by another number"),
         ({"window_size": [4, 0]}, "window_size = [4, 0]: attention has a window"),
     ],
