@@ -19,7 +19,7 @@ def test_a_job_without_its_command_leaves_the_record_alone(
     """The next command may have announced a job of its own there."""
     announced = JobRecord("", "convert", "convert", "submitted")
     write_record(tmp_path / "job.json", announced)
-    monkeypatch.setenv(OWNER_VARIABLE, "1")
+    monkeypatch.setenv(OWNER_VARIABLE, "-1")  # the id of no process
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr("stages.job.use_utc_log_times", lambda: None)
     stage = cast(Any, SimpleNamespace(name="convert"))
