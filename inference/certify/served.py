@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
+from foundations.files.yaml_content import read_table
 from inference.certify.activations import LOGITS, ModelInputs, Source
 from inference.certify.findings import DIFFERS, Part, Remark, not_computed
 from inference.certify.layers import SERVED
@@ -23,28 +24,14 @@ from inference.evaluation.openai_client import OpenAIClient, listed_model, promp
 from inference.evaluation.options import OPENAI
 from inference.evaluation.task import EvaluationError
 
-# Field names of a training step's row: ours, then those of NeMo-RL (train_data_step*.jsonl:
-# nemo_rl/utils/logger.py, log_batched_dict_as_jsonl), slime (--save-debug-train-data and
-# --save-debug-rollout-data: slime/observability), verl (tensors of its DataProto), OpenRLHF
-# (tensors of its Experience) and TRL (what GRPOTrainer generates and scores).
-_TOKENS = ("token_ids", "tokens", "input_ids", "sequences")
-_PROMPTS = ("prompt_ids", "prompts")
-_ANSWERS = ("response_ids", "responses", "completion_ids")
-_LOG_PROBS = ("logprobs", "log_probs", "prev_logprobs", "old_log_probs", "action_log_probs",
-              "old_per_token_logps", "generation_logprobs", "rollout_log_probs",
-              "sampling_per_token_logps")  # fmt: skip
-_MASKS = ("token_loss_mask", "loss_mask", "loss_masks", "response_mask", "action_mask",
-          "completion_mask")  # fmt: skip
-_LENGTHS = ("response_length", "response_lengths")
-_PADDING = ("attention_mask",)  # 0 for padding, which may be on either side
-_PROMPT_MASK = ("prompt_mask",)  # TRL has a mask for the prompt and one for the completion
-_POSITIONS = ("position_ids",)
+# Field names of a training step's row, by what they hold, in the order of the file.
+_FIELDS: Mapping[str, Sequence[str]] = read_table(Path(__file__).with_name("training_fields.yaml"))
+(
+    _TOKENS, _PROMPTS, _ANSWERS, _LOG_PROBS, _MASKS, _LENGTHS, _PADDING, _PROMPT_MASK, _POSITIONS,
+) = _FIELDS.values()  # fmt: skip
 _PACKED = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded")
 _PACKED_ERROR = "it holds several sequences, packed one after the other: write each as a row"
-_READ = {
-    *_TOKENS, *_PROMPTS, *_ANSWERS, *_LOG_PROBS, *_MASKS, *_LENGTHS, *_PADDING, *_PROMPT_MASK,
-    *_POSITIONS, "input_lengths",
-}  # fmt: skip
+_READ = {"input_lengths", *itertools.chain.from_iterable(_FIELDS.values())}
 _ROWS = ("samples", "rollout_data")  # keys of a .pt file
 _NEGLIGIBLE = 1e-6  # nats
 _TIMEOUT_S = 600.0

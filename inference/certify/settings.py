@@ -19,6 +19,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.text_models import is_vision_language
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 from foundations.files.json_content import dotted
+from foundations.files.yaml_content import read_table
 from inference.certify.findings import (
     DIFFERS,
     EQUAL,
@@ -35,48 +36,23 @@ from inference.certify.findings import (
 from inference.certify.huggingface import import_transformers
 from inference.certify.pair import TIE, Pair
 
-_POSITIONS, _ROWS = "max_position_embeddings", "vocab_size"
+_ROWS = "vocab_size"
 # Settings that the comparison of tensors covers: where a head is stored, how ranks share heads.
 _SHOWN_BY_TENSORS = ("untied_head", "ia3_num_tasks", _ROWS)
 _SHOWN_BY_SHARDS = (*_SHOWN_BY_TENSORS, "kv_head_num", "separate_qkv")
-# Keys of config.json whose status does not depend on their values. EQUAL: no model computes with
-# them, or another part compares them.
-_KEY_STATUS: Mapping[str, Status] = {
-    **dict.fromkeys((
-        "_name_or_path", "transformers_version", "use_cache", "return_dict", "quantization_config",
-        "eos_token_id", "_attn_implementation", "output_attentions", "output_hidden_states",
-        "id2label", "label2id", "attention_dropout", "hidden_dropout", "initializer_range",
-        TIE, _ROWS,
-    ), EQUAL),
-    # transformers 4 reads LongRoPE's original length only at the top level, 5 also in the table.
-    **dict.fromkeys(("bos_token_id", "pad_token_id", "original_max_position_embeddings"), UP_TO),
-    _POSITIONS: DIFFERS,
-}  # fmt: skip
+_KEYS = read_table(Path(__file__).with_name("settings.yaml"))
+_KEY_STATUS = {key: Status(status) for status, keys in _KEYS["status"].items() for key in keys}
+_RENAMED, _NEUTRAL, _WITHOUT_EFFECT = (
+    _KEYS[name] for name in ("renamed", "neutral", "without_effect")
+)
 # The classes that a library loads, and remote code that it may run.
 _ARCHITECTURES, _CODE = "architectures", "auto_map"
 _CLASSES = (_ARCHITECTURES, _CODE)
 _TYPES = ("dtype", "torch_dtype")  # the default type of a server's computation
-# Name in transformers 4 -> name in transformers 5.
-_RENAMED = {
-    "rope_theta": "rope_parameters.rope_theta",
-    "partial_rotary_factor": "rope_parameters.partial_rotary_factor",
-    "rope_scaling.type": "rope_parameters.rope_type",
-    "torch_dtype": "dtype",
-}
 _DERIVED = ("feed_forward_proj",)  # transformers 5 stores the flags that 4 derives from it
 _TOKEN = "_token_id"
 _SETTING = "setting"
 _START = "decoder_start_token_id"
-# Values of generation_config.json that some releases write and that do not change an answer.
-_NEUTRAL = {
-    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-                     "encoder_repetition_penalty", "num_beams", "num_beam_groups",
-                     "num_return_sequences"), 1),
-    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-                     "diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0),
-}  # fmt: skip
-# eos_token_id is compared as an end token.
-_WITHOUT_EFFECT = ("transformers_version", "use_cache", "_from_model_config", "eos_token_id")
 
 
 def compare_settings(pair: Pair) -> Part:
