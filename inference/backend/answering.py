@@ -53,12 +53,12 @@ class Answering:
     """Runs requests on models and sends the answers; subclasses send, by the key of the request.
 
     Attributes:
-        most_unread: tensor responses of a request that its client may leave unread; the request
+        max_unread: tensor responses of a request that its client may leave unread; the request
             pauses beyond that.
         pause_s: longest time between two calls of `_flush`.
     """
 
-    most_unread: float = math.inf
+    max_unread: float = math.inf
     pause_s = 0.5
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Answering:
 
     def ask(self, key: Any, model: AnsweringModel, request: InferRequest) -> None:
         """Start a request to a model; its answers are sent under `key`."""
-        running = EngineRequest(model, request, partial(self.enqueue, key), credit=self.most_unread)
+        running = EngineRequest(model, request, partial(self.enqueue, key), credit=self.max_unread)
         self._running[key] = running
         if sum(tensor.nbytes for tensor in request.tensors.values()) > _INLINE_BYTES:
             self._readers.submit(running.submit)

@@ -58,7 +58,7 @@ class NemoModel(TextModel):
 
     def _read(self, request: Tensors) -> list[RowRead]:
         """Return the tokens and the options of each row. Raises RequestError."""
-        texts = row_texts("prompts", request["prompts"], most_bytes=self.tokenizer.most_text_bytes)
+        texts = row_texts("prompts", request["prompts"], max_bytes=self.tokenizer.max_text_bytes)
         rows = len(texts)
         columns: dict[str, list[Any]] = {
             name: column(request, name, rows, default=default)

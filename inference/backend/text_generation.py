@@ -70,7 +70,7 @@ class TextModel(GenerationModel):
 
     def _read(self, request: Tensors) -> list[RowRead]:
         """Return the tokens and the options of each row. Raises RequestError."""
-        texts = row_texts("prompts", request["prompts"], most_bytes=self.tokenizer.most_text_bytes)
+        texts = row_texts("prompts", request["prompts"], max_bytes=self.tokenizer.max_text_bytes)
         output_lens = column(request, "request_output_len", len(texts))
         beam_widths = column(request, "beam_width", len(texts), default=1)
         problems = self.length_problems("request_output_len", output_lens)

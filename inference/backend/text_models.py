@@ -67,13 +67,13 @@ class Preprocessing(_Encoder):
 
         Raises ValueError, which names every problem.
         """
-        texts = row_texts("QUERY", tensors["QUERY"], most_bytes=self.tokenizer.most_text_bytes)
+        texts = row_texts("QUERY", tensors["QUERY"], max_bytes=self.tokenizer.max_text_bytes)
         rows = len(texts)
         words, problems = {}, []
         for kind in ("BAD_WORDS", "STOP_WORDS"):
             source, records = f"{kind}_DICT", [""] * rows
             if source in tensors:
-                records = row_texts(source, tensors[source], most_bytes=_MAX_WORDS_BYTES)
+                records = row_texts(source, tensors[source], max_bytes=_MAX_WORDS_BYTES)
             if len(records) != rows:
                 problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
                 continue
@@ -97,7 +97,7 @@ class QueryTokenizer(_Encoder):
 
     def run(self, tensors: Tensors) -> dict[str, Array]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
-        texts = row_texts("query", tensors["query"], most_bytes=self.tokenizer.most_text_bytes)
+        texts = row_texts("query", tensors["query"], max_bytes=self.tokenizer.max_text_bytes)
         ids, lengths = self.encode(texts, name="query")
         return {"input_ids": ids, "request_input_len": lengths}
 
@@ -207,21 +207,21 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
     return load_tokenizer(folder, kind=arguments.read("tokenizer_type", default="") or None)
 
 
-def row_texts(name: str, tensor: Array, *, most_bytes: int = MAX_TEXT_BYTES) -> list[str]:
+def row_texts(name: str, tensor: Array, *, max_bytes: int = MAX_TEXT_BYTES) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
-    Raises ValueError for another shape, a value that is not UTF-8 or larger than `most_bytes`, or
+    Raises ValueError for another shape, a value that is not UTF-8 or larger than `max_bytes`, or
     more than four times that in all.
     """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
     sizes = [len(value) for value in tensor[:, 0]]
-    if max(sizes, default=0) > most_bytes:
+    if max(sizes, default=0) > max_bytes:
         row = sizes.index(max(sizes))
-        raise ValueError(f"{name}[{row}]: {sizes[row]} bytes; {most_bytes} at most")
-    if sum(sizes) > _FULL_ROWS * most_bytes:
+        raise ValueError(f"{name}[{row}]: {sizes[row]} bytes; {max_bytes} at most")
+    if sum(sizes) > _FULL_ROWS * max_bytes:
         raise ValueError(
-            f"{name}: {sum(sizes)} bytes in all; {_FULL_ROWS * most_bytes} at most; send fewer rows"
+            f"{name}: {sum(sizes)} bytes in all; {_FULL_ROWS * max_bytes} at most; send fewer rows"
         )
     return [_text_of(value, f"{name}[{row}]") for row, value in enumerate(tensor[:, 0])]
 

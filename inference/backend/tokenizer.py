@@ -71,13 +71,13 @@ class Tokenizer:
     """Base of the tokenizers. Libraries decode known ids; this class handles unknown ones.
 
     Attributes:
-        most_text_bytes: size of a text that it encodes within seconds, whatever its words.
+        max_text_bytes: size of a text that it encodes within seconds, whatever its words.
         special_ids: special tokens, which are not part of the text.
         prefix_ids: special tokens that `encode` prepends if `special`.
     """
 
     vocab_size: int
-    most_text_bytes = MAX_TEXT_BYTES
+    max_text_bytes = MAX_TEXT_BYTES
     special_ids: frozenset[int]
     prefix_ids: tuple[int, ...]
     _bytes: Mapping[int, int] = MappingProxyType(
@@ -166,7 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._decode_known = partial(backend.decode, skip_special_tokens=False)
         longest_word = getattr(backend.model, "max_input_chars_per_word", None)
         if longest_word is not None:
-            self.most_text_bytes = _MAX_WORDPIECE_BYTES
+            self.max_text_bytes = _MAX_WORDPIECE_BYTES
             if longest_word > _MAX_WORD_CHARACTERS:
                 raise ValueError(
                     f"max_input_chars_per_word={longest_word}: a single word could take hours; set "

@@ -169,15 +169,15 @@ def plan_capacity(
         block_tokens = 0  # one block per sequence
     block_bytes = (block_tokens or max_len) * token_bytes
     sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
-    least_bytes = (sequence_blocks + 1) * block_bytes  # one more block takes padding tokens
+    min_bytes = (sequence_blocks + 1) * block_bytes  # one more block takes padding tokens
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // placement.world_size
     if placement.device == "cuda":
-        budget = _cuda_budget(architecture, placement, options, max_slots, least_bytes)
-    if budget < least_bytes:
+        budget = _cuda_budget(architecture, placement, options, max_slots, min_bytes)
+    if budget < min_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
-            f"{least_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
+            f"{min_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
         )
     blocks = min(max_slots * sequence_blocks, budget // block_bytes - 1)
     slots = min(max_slots, blocks // one_slot.parts)
@@ -208,7 +208,7 @@ def _cuda_budget(
     placement: RankSettings,
     options: EngineOptions,
     slots: int,
-    least_bytes: int,
+    min_bytes: int,
 ) -> int:
     """Return the bytes for keys and values on each GPU: as configured, or a share of what is free.
 
@@ -229,11 +229,11 @@ def _cuda_budget(
     # The largest step needs about the memory of one MLP's inputs and outputs.
     inner = architecture.inter_size // placement.tp_size
     left = share - MAX_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
-    budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), least_bytes)
-    if max(budget, least_bytes) > free - weights - logits:
+    budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), min_bytes)
+    if max(budget, min_bytes) > free - weights - logits:
         raise ValueError(
             f"each GPU must hold {_gib(weights)} of weights, {_gib(logits)} of logits and marks of "
-            f"penalties (max_lanes x vocabulary) and {_gib(max(budget, least_bytes))} of keys and "
+            f"penalties (max_lanes x vocabulary) and {_gib(max(budget, min_bytes))} of keys and "
             f"values, and {_gib(free)} are free; lower max_seq_len, max_lanes or kv_cache_bytes, "
             "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or stop other programs "
             "on the GPU"

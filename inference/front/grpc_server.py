@@ -4,7 +4,7 @@ import grpc
 
 from inference.front.access import Access
 from inference.front.guard import IDLE_S
-from inference.front.http_server import most_connections
+from inference.front.http_server import max_connections
 from inference.system.ports import host_and_port
 
 # Applies before the token is read. gRPC 1.67 by default refuses at random between 8 and 16 KiB.
@@ -43,7 +43,7 @@ def grpc_server(
     address = host_and_port(host, port)
     limits = [
         ("grpc.max_receive_message_length", access.max_request_bytes),
-        ("grpc.max_allowed_incoming_connections", most_connections()),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
     ]
     server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))

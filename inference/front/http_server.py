@@ -41,7 +41,7 @@ async def http_server(
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     handler = traced(with_ids(handler, logs=logs), access.otlp_collector)
-    server = BoundServer(handler, limit=most_connections())
+    server = BoundServer(handler, limit=max_connections())
     runner = web.ServerRunner(server, shutdown_timeout=MAX_REQUEST_S)
     await runner.setup()
     await _Port(runner, host, port, ssl_context=access.ssl_context()).start()
@@ -157,7 +157,7 @@ class BoundServer(web.Server):
                 self._idle[protocol] = transport
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Return how many connections each of this process's ports may have.
 
     Together they leave part of the process's file descriptors for its own work.

@@ -49,7 +49,7 @@ class ModelProcess(Answering):
     The main thread only takes orders, so that the server process never blocks on sending one.
     """
 
-    most_unread = MAX_UNREAD
+    max_unread = MAX_UNREAD
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def _sum_of_ranks(
     size,
     width,
     capacity,
-    most_polls,
+    max_polls,
     RANKS: tl.constexpr,
     REGION: tl.constexpr,
     DATA: tl.constexpr,  # bytes of a memory before its data
@@ -75,7 +75,7 @@ def _sum_of_ranks(
         # Turns wrap around after days.
         while tl.atomic_add(flags_at + peer, 0, sem="acquire", scope="sys") - turn < 0:
             polls += 1
-            if polls > most_polls:
+            if polls > max_polls:
                 _fail()
     tl.debug_barrier()
     data_at = tl.multiple_of((own_at + DATA).to(x_at.dtype), 16) + half

@@ -89,7 +89,7 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
 ) -> None:
     asked: dict[str, Any] = {"model": model, "max_tokens": NEW_TOKENS, "temperature": 0}
     # A tritonserver has one response of a model that is not decoupled.
-    most_parts = 1 if usual_host == TRITONSERVER and model == WHOLE else None
+    max_parts = 1 if usual_host == TRITONSERVER and model == WHOLE else None
     prompts = [case["input_ids"] for case in greedy_cases[:4]]
     done = client.completions.create(prompt=prompts, **asked)
     for case, prompt, choice in zip(greedy_cases, prompts, done.choices, strict=False):
@@ -99,7 +99,7 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
         assert last.usage is not None
         assert last.usage.prompt_tokens == len(prompt)
         # A token to a piece, but for those that end within a character.
-        assert len(parts) == most_parts or (most_parts is None and len(parts) > NEW_TOKENS / 2)
+        assert len(parts) == max_parts or (max_parts is None and len(parts) > NEW_TOKENS / 2)
         scored = client.completions.create(prompt=prompt, logprobs=1, **asked).choices[0]
         assert scored.text == choice.text
         assert scored.logprobs is not None

@@ -8,7 +8,7 @@ import resource
 import pytest
 from aiohttp import web
 
-from inference.front.http_server import BoundServer, most_connections
+from inference.front.http_server import BoundServer, max_connections
 
 MAX_CONNECTIONS = 4
 HALF = b"GET /half HTTP/1.1\r\nHost: 127"
@@ -61,4 +61,4 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
 def test_connections_leave_descriptors_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (64, 600, 1024, 1 << 20):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert 1 <= 4 * most_connections() <= limit - min(limit // 3, 512)
+        assert 1 <= 4 * max_connections() <= limit - min(limit // 3, 512)
