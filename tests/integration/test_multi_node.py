@@ -255,6 +255,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)
     return {
+        "TRITON_SERVER": str(program),  # next to a developer's own
         "PATH": f"{program.parent}:{os.environ['PATH']}:/usr/sbin",
         "FAKE_SERVER_TOLD": str(tmp_path / "reported"),
     }
