@@ -99,8 +99,8 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     inner = {
         name: value
         for name, value in dotted(tables).items()
-        if name in known
-        or (name.startswith("rope_") and f"rope_parameters.{name.rpartition('.')[2]}" not in known)
+        if (name.startswith("rope_") and f"rope_parameters.{name.rpartition('.')[2]}" not in known)
+        or (name.startswith("attn_config.") and name.split(".")[1] not in table["*"])
     }
     version = re.findall(r"\d+", str(facts.config.get("transformers_version")))[:2]
     others = {} if tuple(map(int, version)) > RELEASE else _other_types()

@@ -377,7 +377,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
         *(
             (OLMO2_7B, {"model_type": "mpt", "attn_config": {name: value}}, f"{name} = {value}")
-            for name, value in (("alibi", False), ("attn_logit_softcapping", 50.0))
+            for name, value in (("alibi", False), ("attn_logit_softcapping", 50.0), ("nope", True))
         ),
         *(
             (
