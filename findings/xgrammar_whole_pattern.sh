@@ -5,7 +5,7 @@
 # Seen: xgrammar takes every pattern as if it stood between ^ and $, with no warning: for "^ab" its matcher accepts "ab"
 #   alone. llguidance follows the standard.
 # Matters for: structured output. A server with xgrammar can only ever answer "ab", which the schema allows, so that no
-#   validation shows it; the same request at a server with llguidance gives strings that go on.
+#   validation shows it; the same request at a server with llguidance gives strings that continue.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -146,5 +146,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def soak(pytestconfig: pytest.Config) -> int:
-    """Return how many times as long as usual a test marked soak goes on."""
+    """Return how many times as long as usual a test marked soak runs."""
     return int(pytestconfig.getoption("--soak"))

@@ -37,7 +37,7 @@ def save_all(folder: Path, log: Path) -> None:
 
 
 def _model(folder: Path, version: int) -> Any:
-    """Return the model fully sharded, each layer by itself, as accelerate and trainers do."""
+    """Return the model fully sharded, each layer separately, as accelerate and trainers do."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy

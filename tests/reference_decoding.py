@@ -107,7 +107,7 @@ def processed(
 
 
 def ended(history: Sequence[int], answer_len: int, rules: Rules) -> str | None:
-    """Return why a row ends after its newest token, None if it goes on."""
+    """Return why a row ends after its newest token, None if it continues."""
     if history[-1] == rules.end_id:
         return "end"
     if any(list(history[-len(word) :]) == word for word in rules.stop_words):
@@ -239,7 +239,7 @@ def _extended(
 
 
 def _go_on(found: Sequence[Beam], pool: list[Beam], rules: Rules) -> list[Beam]:
-    """Move what ends among the best to the pool; return the beams that go on."""
+    """Move what ends among the best to the pool; return the beams that continue."""
     beams: list[Beam] = []
     for nth, beam in enumerate(found):
         if beam.reason not in ("end", "stop"):

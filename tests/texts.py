@@ -25,6 +25,9 @@ WORDS = {
     # But for the prompt of an evaluation.
     r"(no|some)body(?! had lived)": "another user, another process, or the agent itself",
     r"hears|heard": "receives, reads",
+    r"(go|goes|going|went) on": "continue, resume, run",
+    r"are there": "exist",
+    r"by (itself|themselves)": "alone, separately, without ...",
     r"whom": "the user, the rank, the server",
     r"(?<!max_)(?<!max-)lanes?": "slot",
     r"few.rows.product": "GEMV",

@@ -53,7 +53,7 @@ class RemoteModel(HostedModel):
         self._server = server
 
     def _reshaped(self, request: InferRequest) -> InferRequest:
-        return request  # tritonserver reshapes by itself
+        return request  # tritonserver reshapes it
 
     async def _answer(self, request: InferRequest) -> Responses:
         if request.turn is not None and self.keeps_sessions:

@@ -116,7 +116,7 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """End a node without warning: its daemon, and everything that its jobs run.
 
-        The controller would notice by itself, but late.
+        The controller alone would notice late.
         """
         pid_file = self.folder / f"slurmd-{node}.pid"
         with contextlib.suppress(ProcessLookupError):

@@ -104,7 +104,7 @@ def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
     assert waits_for(handle.job_id) == "SUSPENDED"
     assert handle.poll() is None
     slurm_cluster.run("scontrol", "resume", handle.job_id)
-    until(lambda: waits_for(handle.job_id) == "", "the job going on")
+    until(lambda: waits_for(handle.job_id) == "", "the job to continue")
     slurm_cluster.run("scontrol", "requeue", handle.job_id)
     restart_now(slurm_cluster, run, "sleep")
     until(lambda: waits_for(handle.job_id) == "", "the second start")

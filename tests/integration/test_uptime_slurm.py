@@ -47,7 +47,7 @@ PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
 
 @pytest.fixture(autouse=True)
 def no_job_goes_on(slurm_cluster: SlurmCluster) -> Iterator[None]:
-    """Ends the chain of a test that has failed: it would go on for days."""
+    """Ends the chain of a test that has failed: it would run for days."""
     yield
     slurm_cluster.run("scancel", "--me")
     until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")
@@ -237,7 +237,7 @@ def test_lost_jobs_are_replaced_and_a_cancelled_one_ends_the_chain(
     until(lambda: chain.serving() == str(int(first) + 2), "its turn")
     (log,) = chain.endpoint_path.parent.glob(f"log-*_{first}.err")
     assert f"the next job, {loading}, has ended before it served" in log.read_text()
-    # The job that serves is lost: the next starts by itself.
+    # The job that serves is lost: the next one starts.
     serving = chain.serving()
     following = chain.successor()
     chain.kill(serving)

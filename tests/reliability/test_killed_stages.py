@@ -55,7 +55,7 @@ def killed(results: Path, words: list[str], chance: random.Random) -> set[str]:
     kill_all(everything[: chance.choice((1, None))])
     command.communicate()
     until(lambda: not any(map(lives, everything)), f"the end of the jobs after {moment}")
-    # A job that began after the processes were listed ends by itself, as its owner has.
+    # A job that began after the processes were listed ends, too, since its owner has.
     until(lambda: not processes_of(results), f"the end of later jobs after {moment}")
     return prefixes
 

@@ -1,4 +1,4 @@
-"""Attention of prompts by FlashAttention 4, where a Hopper GPU and its package are there.
+"""Attention of prompts by FlashAttention 4, on a Hopper GPU with its package installed.
 
 The package is `flash-attn-4`, whose kernels are compiled at their first call, for each kind of
 attention; it reads keys and values where the cache has them. Biases of scores and batch-invariant

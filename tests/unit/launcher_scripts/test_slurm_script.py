@@ -1,4 +1,4 @@
-"""Batch scripts: each rule of rendering by itself; whole scripts are in tests/golden/scripts."""
+"""Batch scripts: each rule of rendering separately; whole scripts are in tests/golden/scripts."""
 
 from __future__ import annotations
 

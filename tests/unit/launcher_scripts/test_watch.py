@@ -454,7 +454,7 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
 def test_a_pipeline_without_an_evaluation_has_failed(
     tmp_path: Path, jobs: list[str], records: dict[str, str], problem: str
 ) -> None:
-    """With `watch.exchange` its server may go on, but not where nothing follows it."""
+    """With `watch.exchange` its server may stay, but not if nothing follows it."""
     config = compose_config(words(tmp_path, "watch.retries=0")).config
     assert config is not None
     watch = Watch(config, (), compose_config, Console())

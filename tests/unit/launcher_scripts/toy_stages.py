@@ -144,7 +144,7 @@ class StubbornStage(SleepStage):
 
 
 class ServeStage(WriteStage):
-    """Is ready at once and does not end by itself."""
+    """Is ready at once and ends only when it is stopped."""
 
     name = "serve"
 

@@ -76,7 +76,7 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
 
 def test_a_command_that_is_stopped_makes_way_for_the_next_start_at_once(tmp_path: Path) -> None:
     ended = tmp_path / "ended"
-    # Only SIGTERM, which reaches a stopped process once it goes on, makes it write.
+    # Only SIGTERM, which reaches a stopped process once it is resumed, makes it write.
     script = f"""
 import pathlib, signal, sys
 def end(*_):

@@ -1,4 +1,4 @@
-"""A conversion killed at any moment goes on to the same bytes; two runs never interleave."""
+"""A conversion killed at any moment continues to the same bytes; two runs never interleave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def files_in(folder: Path) -> int:
 
 
 def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> bool:
-    """Run a conversion and kill it once some files are there; return whether it was cut off."""
+    """Run a conversion and kill it once some files exist; return whether it was cut off."""
     staging = WorkPaths(ft_directory(output_dir, 3)).staging
     child = started(source, output_dir)
     while os.waitpid(child, os.WNOHANG) == (0, 0):

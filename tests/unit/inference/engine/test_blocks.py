@@ -97,7 +97,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
         steps=st.lists(st.tuples(*[st.integers(-1, 2)] * 3), min_size=1, max_size=9),
     )
     def fork(self, nth: int, steps: list[tuple[int, ...]]) -> None:
-        """Beams go on from any of them, -1 from none."""
+        """Beams continue from any of them, -1 from none."""
         slots = sorted(self.beams)[nth % len(self.beams)]
         for parents in steps:
             running = [slot for slot in slots if slot in self.tokens]

@@ -217,7 +217,7 @@ def test_idle_connections_of_grpc_are_closed() -> None:
 
 
 def test_metadata_has_one_limit() -> None:
-    """By itself gRPC refuses some of the calls between two limits, at random."""
+    """gRPC alone refuses some of the calls between two limits, at random."""
     text = (ROOT / "SECURITY.md").read_text()
     assert f"| metadata of gRPC | {MAX_METADATA_BYTES >> 10} KiB, " in text
     taken = [asyncio.run(_metadata_passes(MAX_METADATA_BYTES - 512)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Work in processes of its own: other requests go on, and a lost process is replaced."""
+"""Work in separate processes: other requests are answered, and a lost process is replaced."""
 
 from __future__ import annotations
 

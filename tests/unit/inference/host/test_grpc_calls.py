@@ -217,7 +217,7 @@ def test_a_client_that_reads_nothing_keeps_its_model_waiting() -> None:
 
         answers: AsyncIterator[bytes] = handler.stream_stream(requests(), call)
         assert await anext(answers)
-        for _ in range(3000):  # turns of the event loop, in each of which the model may go on
+        for _ in range(3000):  # turns of the event loop, in each of which the model may continue
             await asyncio.sleep(0)
         assert model.responses < 100
         rest = [reply async for reply in answers]
