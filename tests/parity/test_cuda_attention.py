@@ -297,9 +297,9 @@ def test_prompts_by_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    if flash_attention._installed(device) is None:
-        monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
-    monkeypatch.setattr(flash_attention, "_LEAST_TOKENS", 2)
+    if flash_attention._forward_pass(device) is None:
+        monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
+    monkeypatch.setattr(flash_attention, "_MIN_TOKENS", 2)
     sequences = Sequences(MIXED, heads=heads, rules=rules, dtype=torch.half, device=device)
     for _ in range(2):
         y = sequences.attended(flash=True).float()

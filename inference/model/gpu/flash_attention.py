@@ -1,9 +1,9 @@
 """Attention of prompts by FlashAttention 4, on a Hopper GPU with its package installed.
 
-The package is `flash-attn-4`, whose kernels are compiled at their first call, for each kind of
-attention; it reads keys and values where the cache has them. Biases of scores and batch-invariant
-steps, which it does not know, stay with the kernels of `attention_kernels`, as do soft caps, with
-which it is slower, steps that CUDA graphs serve and single tokens.
+The kernels of the package `flash-attn-4` read keys and values from the cache, and are compiled at
+their first call, once for each kind of attention. The engine's own kernels (`attention_kernels`)
+serve score biases and batch-invariant steps, which the package lacks, soft caps, with which it is
+slower, single tokens, and steps in CUDA graphs.
 """
 
 # Shapes: N new tokens, B segments, H query heads, D head size
@@ -24,11 +24,11 @@ from inference.model.step import AttentionRules
 
 logger = logging.getLogger(__name__)
 
-RELEASE = "4.0.0b36"  # the function may change in every release
+RELEASE = "4.0.0b36"  # the signature of its private function may change in any other
 _HOPPER = 9  # major compute capability
-_TILE = 128, 64  # queries and keys
-_MOST_SIZE = 256  # of a head; sizes are multiples of 8
-_LEAST_TOKENS = 256  # of the longest prompt, from which on it is faster: benchmarks.attention
+_TILE = 128, 64  # query rows, keys
+_MAX_SIZE = 256  # of a head; sizes are multiples of 8
+_MIN_TOKENS = 256  # of the longest prompt; it is faster from there on (benchmarks.attention)
 
 
 def spans(segments: Array) -> tuple[Array, ...]:
@@ -39,14 +39,14 @@ def spans(segments: Array) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The segments of a step as FlashAttention takes them; int32 each."""
+    """The segments of a step in the form that FlashAttention takes; tensors are int32."""
 
     cache: KVCache
-    longest: int  # most of `counts`
+    longest: int  # largest of `counts`
     slots: torch.Tensor  # (B,)
-    starts: torch.Tensor  # (B + 1,): first rows of the segments, and the end of the last
+    starts: torch.Tensor  # (B + 1,): first row of each segment, then the end of the last
     counts: torch.Tensor  # (B,): new tokens of prompts, 0 for single tokens
-    lengths: torch.Tensor  # (B,): cached tokens, with the new ones
+    lengths: torch.Tensor  # (B,): cached tokens, including the new ones
 
     @cached_property
     def _tables(self) -> torch.Tensor:
@@ -61,9 +61,9 @@ class Prompts:
         """
         keys, values = (part.transpose(1, 2) for part in self.cache.blocks(layer))
         window = rules.window(layer)
-        # Tiles of a block are read by TMA, which pays for large heads.
+        # TMA reads key tiles of one block each; that is faster for large heads.
         is_tiled = self.cache.shape.block_tokens == _TILE[1] and query.shape[2] > 96
-        attend = _installed(self.cache.device)
+        attend = _forward_pass(self.cache.device)
         assert attend is not None
         attend(
             query,
@@ -86,7 +86,7 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
     """Whether FlashAttention 4 attends for prompts of at most `longest` new tokens."""
     size = cache.shape.size_per_head
     return (
-        longest >= _LEAST_TOKENS
+        longest >= _MIN_TOKENS
         and rules.causal
         and rules.alibi_slopes is None
         and rules.distance_bias is None
@@ -94,13 +94,13 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
         and not rules.batch_invariant
         and cache.dtype in (torch.float16, torch.bfloat16)
         and size % 8 == 0
-        and size <= _MOST_SIZE
-        and _installed(cache.device) is not None
+        and size <= _MAX_SIZE
+        and _forward_pass(cache.device) is not None
     )
 
 
 @cache
-def _installed(device: torch.device) -> Callable[..., Any] | None:
+def _forward_pass(device: torch.device) -> Callable[..., Any] | None:
     """Return the library's forward pass, or None if it is absent, unusable or not for this GPU."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return None

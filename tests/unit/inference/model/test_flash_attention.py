@@ -45,7 +45,7 @@ def kv_cache() -> KVCache:
 def test_prompts_see_their_own_tokens_and_single_tokens_stay(
     rules: AttentionRules, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
+    monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
     sent = [torch.tensor(each, dtype=torch.int32) for each in flash_attention.spans(SEGMENTS)]
     prompts = flash_attention.Prompts(kv_cache, 7, *sent)
     query = torch.randn(17, HEADS + 3, SIZE, dtype=torch.float16)[:, :HEADS]
@@ -95,7 +95,7 @@ def test_only_what_the_library_can_do_goes_there(
     shape = CacheShape(1, 1, 2, 4, size, block_tokens=4, blocks=1)
     cache = KVCache(shape, dtype=dtype, device=torch.device("cpu"))
     assert not flash_attention.serves(rules, cache, longest=2000)  # a CPU
-    monkeypatch.setattr(flash_attention, "_installed", lambda _: forward)
+    monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
     assert flash_attention.serves(rules, cache, longest=500) == served
     assert not flash_attention.serves(rules, cache, longest=100)
 
@@ -132,7 +132,7 @@ def test_the_log_says_whether_the_library_is_used(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with caplog.at_level("INFO"):
-        attend = flash_attention._installed.__wrapped__(torch.device("cuda"))
+        attend = flash_attention._forward_pass.__wrapped__(torch.device("cuda"))
     assert attend is (forward if "attends" in said else None)
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
