@@ -19,7 +19,7 @@ Words = tuple[TokenIds, ...]
 def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Words]:
     """Return the entries of every row; with `shared`, one (2, W) list may serve all rows."""
     value = fields.array(name, "iu", (fields.batch, 2, -1), *[(2, -1)] * shared)
-    if value is None:
+    if value is None or not value.size:
         return [()] * fields.batch
     width = value.shape[-1]
     if fields.batch * width > MAX_IDS:

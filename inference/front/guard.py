@@ -99,7 +99,8 @@ class Guard:
                 return
             reason = "requests from web pages are refused: this one names its origin"
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
-        host = headers.get("Host", "")
+        if (host := headers.get("Host")) is None:  # HTTP/1.0, which no browser speaks
+            return
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if _is_loopback(self._listens_at) and not _is_loopback(name):
             reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"

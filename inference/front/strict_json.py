@@ -10,6 +10,7 @@ from inference.front.guard import RejectedError
 MAX_JSON_MB = 8
 MAX_JSON_BYTES = MAX_JSON_MB << 20
 _MAX_LEVELS = 32
+_TOO_DEEP = f"the JSON of a request may have at most {_MAX_LEVELS} levels"
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -23,14 +24,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
         value = jiter.from_json(
             data, allow_inf_nan=False, cache_mode="keys", catch_duplicate_keys=True
         )
-        if not isinstance(value, dict):
-            raise RejectedError("the body is not an object of JSON")
-        _check(value)
     except ValueError as error:
         reason = str(error)[:200]
-        raise RejectedError(
-            f"the body is not JSON of at most {_MAX_LEVELS} levels: {reason}"
-        ) from None
+        is_deep = reason.startswith("recursion limit")
+        raise RejectedError(_TOO_DEEP if is_deep else f"the body is not JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise RejectedError("the body is not an object of JSON")
+    _check(value)
     return value
 
 
@@ -41,13 +41,13 @@ def _check(request: dict[str, Any]) -> None:
         inner: list[Any] = []
         for container in containers:
             if isinstance(container, dict) and "\0" in "".join(container):
-                raise ValueError("a key has a null character")
+                raise RejectedError("in the body's JSON a key has a null character")
             items = container.values() if isinstance(container, dict) else container
             kinds = set(map(type, items))
             if float in kinds and (math.inf in items or -math.inf in items):
-                raise ValueError("a number is out of range")
+                raise RejectedError("in the body's JSON a number is out of range")
             if not kinds.isdisjoint((dict, list)):
                 inner += [item for item in items if isinstance(item, dict | list)]
         containers = inner
     if containers:
-        raise ValueError("it has more")
+        raise RejectedError(_TOO_DEEP)

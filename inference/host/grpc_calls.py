@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any
 
 import grpc
@@ -192,32 +193,33 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         sessions = partial(self._namespace, owner, context)
         answers: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MAX_UNREAD)
         places = asyncio.Semaphore(_MAX_CONCURRENT)
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[asyncio.Task[None], None] = {}  # of unanswered requests, in their order
+        earlier = partial(_earlier, tasks)
 
-        async def answer(request: bytes, before: asyncio.Task[None] | None) -> None:
+        async def answer(request: bytes) -> None:
             refused: Exception | None = None
             try:
                 with self._context.use() as hosted:
-                    async for reply in self._frames(hosted, request, sessions, before):
+                    async for reply in self._frames(hosted, request, sessions, earlier):
                         await answers.put(reply)
             except Exception as error:
                 refused = error.with_traceback(None)
-            await _finished(before)
             if refused is not None:
+                await earlier()
                 await answers.put(refused)
             places.release()
 
         async def read() -> None:
-            latest: asyncio.Task[None] | None = None
             try:
                 async for request in requests:
                     await places.acquire()
-                    latest = asyncio.create_task(answer(request, latest))
-                    tasks.add(latest)
-                    latest.add_done_callback(tasks.discard)
+                    task = asyncio.create_task(answer(request))
+                    tasks[task] = None
+                    task.add_done_callback(tasks.pop)
             except Exception as error:  # the connection has failed
                 await answers.put(error)
-            await _finished(latest)  # each task waits for the one before it
+            while tasks:
+                await asyncio.wait(tasks)
             await answers.put(None)
 
         reading = asyncio.create_task(read())
@@ -236,11 +238,11 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         hosted: Hosted,
         request: bytes,
         sessions: Callable[[], Namespace],
-        before: asyncio.Task[None] | None,
+        earlier: Callable[[], Awaitable[None]],
     ) -> AsyncIterator[bytes]:
         """Yield the answers to one request of a stream, or its error.
 
-        Models with one response answer in the order of the requests: after the task `before`.
+        Models with one response answer in the order of the requests: after the `earlier` ones.
         """
         model: HostedModel | None = None
         sent = SentRequest()
@@ -255,20 +257,21 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     answer.parameters[FINAL_PARAMETER].bool_param = final
                     reply = service_pb2.ModelStreamInferResponse(infer_response=answer)
                     if not model.decoupled:
-                        await _finished(before)
+                        await earlier()
                     yield reply.SerializeToString()
         except InferError as error:
             if model is None:
                 sent = SentRequest.model_construct(id=message_id(request))
             if model is None or not model.decoupled:
-                await _finished(before)
+                await earlier()
             yield _stream_error(error, model, sent)
 
 
-async def _finished(task: asyncio.Task[None] | None) -> None:
-    """Wait for the end of a task, however it ends."""
-    if task is not None:
-        await asyncio.wait([task])
+async def _earlier(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for the end of all tasks before the current one."""
+    own = asyncio.current_task()
+    while before := [*takewhile(lambda task: task is not own, tasks)]:
+        await asyncio.wait(before[-1:])
 
 
 def _status_of(error: RejectedError) -> tuple[grpc.StatusCode, str]:

@@ -143,7 +143,9 @@ def _outputs(answer: Any) -> Outputs:
     """Return the outputs of a ModelInferResponse by name."""
     pairs = zip(answer.outputs, answer.raw_output_contents, strict=False)
     return {
-        output.name: array_of(raw, output.datatype, output.shape, name=output.name)
+        output.name: array_of(
+            raw, output.datatype, output.shape, name=f"'{output.name}'", kind="output"
+        )
         for output, raw in pairs
     }
 

@@ -15,30 +15,38 @@ from inference.front.validation import DATATYPES
 DATATYPE_NAMES = {kind: name for name, kind in DATATYPES.items()}
 _AT_ONCE = 1 << 12  # elements to encode in one piece, which takes a millisecond or two
 _LENGTH = struct.Struct("<I")
+_CODES = {"input": "INVALID_ARGUMENT", "output": "INTERNAL"}
 
 
-def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
-    """Return the tensor in `raw`. Raises InferError if the number of bytes does not fit."""
-    count, kind = math.prod(shape), DATATYPES[datatype]
-    if datatype == "BYTES":
-        return _texts_of(raw, count, name).reshape(shape)
-    if len(raw) != (size := count * kind.itemsize):
-        raise InferError(
-            f"input byte size mismatch for input {name}. Expected {size}, got {len(raw)}"
-        )
-    return np.frombuffer(raw, kind).reshape(shape)
+def array_of(
+    raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str, kind: str = "input"
+) -> Array:
+    """Return the tensor in `raw`, an "input" or "output" by `kind`.
+
+    Raises InferError if the number of bytes does not fit.
+    """
+    count, dtype = math.prod(shape), DATATYPES[datatype]
+    try:
+        if datatype == "BYTES":
+            return _texts_of(raw, count).reshape(shape)
+        if len(raw) == (size := count * dtype.itemsize):
+            return np.frombuffer(raw, dtype).reshape(shape)
+        reason = f"{kind} byte size mismatch for {kind} {name}. Expected {size}, got {len(raw)}"
+    except ValueError as error:
+        reason = f"{kind} {name} has {error}"
+    raise InferError(reason, _CODES[kind])
 
 
-def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
-    """Return (count,) texts; each is preceded by its length in four bytes."""
+def _texts_of(raw: bytes | memoryview, count: int) -> Array:
+    """Return (count,) texts; each is preceded by its length in four bytes. Raises ValueError."""
     texts, at = np.empty(count, np.object_), 0
     for number in range(count):
         start = at + _LENGTH.size
         if start > len(raw) or (at := start + _LENGTH.unpack_from(raw, at)[0]) > len(raw):
-            raise InferError(f"input {name} has {number} texts in its bytes, expected {count}")
+            raise ValueError(f"{number} texts in its bytes, expected {count}")
         texts[number] = bytes(raw[start:at])
     if at != len(raw):
-        raise InferError(f"input {name} has more bytes than {count} texts")
+        raise ValueError(f"more bytes than {count} texts")
     return texts
 
 

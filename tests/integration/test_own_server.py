@@ -308,7 +308,7 @@ def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
     one_slot = {"device": "cpu", "max_lanes": "1"}
     repository = sample_repository(tp_size=1, decoupled=True, parameters=one_slot)
     http_port, grpc, metrics = pick_free_ports("127.0.0.1", 3)
-    words = [f"--model-repository={repository}", "--server=slipway", "--drain-s=60"]
+    words = [f"--model-repository={repository}", "--server=slipway", "--drain-s=600"]
     words += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
     command = subprocess.Popen([sys.executable, "-m", "inference.server", *words], cwd=ROOT)
     ready = f"http://127.0.0.1:{http_port}/v2/health/ready"

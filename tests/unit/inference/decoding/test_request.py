@@ -245,6 +245,8 @@ def test_word_lists_are_read_per_row_without_empty_entries() -> None:
     stops = words(([9, 3, 7, 0], [1, 1, 3, -1]), ([0, 0, 0, 0], [-1, -1, -1, -1]))
     request = parse_request(gpt(stop_words_list=stops), GPT)
     assert options(request, "stop_words") == [((9,), (3, 7)), ()]
+    empty = np.zeros((2, 2, 0), np.int32)
+    assert options(parse_request(gpt(bad_words_list=empty), GPT), "bad_words") == [(), ()]
 
 
 def test_one_bad_word_list_serves_all_rows() -> None:

@@ -36,8 +36,9 @@ SLOW, QUICK = 1, 2
 class Gate(HostedModel):
     """Answers quick requests at once, slow ones once it is open, with its version."""
 
-    def __init__(self, version: str = "1") -> None:
+    def __init__(self, version: str = "1", *, decoupled: bool = True) -> None:
         super().__init__(json_format.ParseDict(CONFIG, model_config_pb2.ModelConfig()), version)
+        self.decoupled = decoupled
         self.is_open = asyncio.Event()
 
     async def _answer(self, request: InferRequest) -> Responses:
@@ -53,8 +54,8 @@ class Calls:
         self.context, self.channel, self.call = context, channel, call
         self.is_leaving = False
 
-    async def ask(self, value: int) -> None:
-        request = service_pb2.ModelInferRequest(model_name="m")
+    async def ask(self, value: int, *, model: str = "m") -> None:
+        request = service_pb2.ModelInferRequest(model_name=model)
         request.inputs.add(name="x", datatype="UINT32", shape=[1])
         request.raw_input_contents.append(np.array([value], np.uint32).tobytes())
         await self.call.write(request.SerializeToString())
@@ -73,7 +74,7 @@ class Served:
     """The models of a repository."""
 
     def __init__(self, model: HostedModel) -> None:
-        self.models = {"m": model}
+        self.models = {"m": model, "ordered": Gate("3", decoupled=False)}
 
 
 def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
@@ -127,6 +128,32 @@ def test_each_request_of_a_stream_goes_to_the_models_of_its_time() -> None:
         await calls.context.exchange(Served(Gate("2")))
         await calls.ask(QUICK)
         assert await calls.answer() == ("2", QUICK)
+
+    with_stream(check)
+
+
+def test_finished_requests_make_room_for_others_behind_a_slow_one() -> None:
+    async def check(calls: Calls, model: Gate) -> None:
+        await calls.ask(SLOW)
+        for _ in range(300):
+            await calls.ask(QUICK)
+            assert await calls.answer() == ("1", QUICK)
+        model.is_open.set()
+        assert await calls.answer() == ("1", SLOW)
+
+    with_stream(check)
+
+
+def test_a_model_with_one_response_answers_in_the_order_of_its_requests() -> None:
+    async def check(calls: Calls, _: Gate) -> None:
+        await calls.ask(SLOW, model="ordered")
+        await calls.ask(QUICK)
+        await calls.ask(QUICK, model="ordered")
+        assert await calls.answer() == ("1", QUICK)
+        await asyncio.sleep(0.1)
+        calls.context.current.models["ordered"].is_open.set()
+        assert await calls.answer() == ("3", SLOW)
+        assert await calls.answer() == ("3", QUICK)
 
     with_stream(check)
 

@@ -92,8 +92,14 @@ def test_texts_and_halves_keep_their_bytes() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"\5\0\0\0ab", b"\1\0\0\0ab", b"\xff\xff\xff\xffab"])
 def test_bytes_that_are_not_the_texts_of_a_shape_are_refused(raw: bytes) -> None:
-    with pytest.raises(InferError, match="x"):
+    with pytest.raises(InferError, match="input x has"):
         array_of(raw, "BYTES", [1], name="x")
+
+
+def test_an_output_of_a_wrong_size_is_the_fault_of_the_server() -> None:
+    with pytest.raises(InferError, match="output byte size mismatch for output x") as caught:
+        array_of(b"1", "UINT32", [1], name="x", kind="output")
+    assert caught.value.grpc_code == "INTERNAL"
 
 
 def test_json_and_bytes_make_one_request(model: Echo) -> None:
