@@ -241,7 +241,7 @@ def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
         kind = "a whole number" if int in key.kinds else "a number"
         null = " or null" * (type(None) in key.kinds)
         problem = f"expected {kind} from {key.ge} to {key.le}{null}"
-    elif error["type"] in ("list_type", "tuple_type") and isinstance(value, (str, int, float)):
+    elif problem == _EXPECTED["list_type"] and isinstance(value, (str, int, float)) and value != "":
         problem = f"expected a list; write '{key.name}=[{shortened(shown(value)).strip('[]')}]'"
     return key.refusal(value, problem)
 

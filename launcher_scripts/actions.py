@@ -32,7 +32,7 @@ _CANCEL_S = 60.0
 # Overrides of these keys alone do not select a run: the action applies to the last one.
 _RUN_INDEPENDENT = (
     "action", "base_results_dir", "cluster", "cluster_type", "debug", "dry_run",
-    "launcher_scripts_path", "wait",
+    "launcher_scripts_path", "stages", "wait",
 )  # fmt: skip
 _QUEUED_CLUSTER = "bcm"  # its jobs outlive the command
 

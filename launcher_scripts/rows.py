@@ -103,12 +103,16 @@ def prepare_rows(
     rows_with: dict[str, list[str]] = {}  # problem -> names of the rows that have it
     queue = functools.cache(queue_now)
     for name, composition in compositions.items():
-        found = [*problems, *composition.problems]
+        known = [*problems, *composition.problems]
+        found = [*known]
         run = prepare_run(composition, words, console, found, name=name, queue=queue)
         if run is not None:
             rows.append(run)
         for text in found:
-            rows_with.setdefault(text, []).append(name)
+            # No user wrote the default that stands in for a refused value.
+            is_of_default = any(f"{key}=" in text for key in composition.refused)
+            if text in known or not is_of_default:
+                rows_with.setdefault(text, []).append(name)
     wrong: list[str] = []
     for text, names in rows_with.items():
         all_have_it = len(names) == len(compositions)
@@ -200,5 +204,5 @@ def execute(
                 signal.signal(signum, signal.default_int_handler)  # handled like Ctrl-C
         return start(runs, console)
     except OSError as error:
-        error.filename = error.filename or config.base_results_dir
+        error.filename = error.filename or str(config.results_dir)
         raise

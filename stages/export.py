@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from export_scripts.conversion.request import output_problems
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 from export_scripts.triton.object_store import StoreLocation, publish_repository
 from export_scripts.triton.repository import (
@@ -57,6 +58,8 @@ class ExportStage(Stage):
         problems = check_repository(self.request, names=KEYS, kind=self.kind)
         # Existing shards that are kept may lack the tokenizer that text models need.
         weights, has_text_models = self.request.weights_dir, len(self.model_folders()) > 1
+        if weights.is_dir():  # `convert` has checked the folder if it is still to run
+            problems += output_problems(self.request.model_dir, KEYS["model_dir"])
         stay = has_text_models and not self.job.overwrite and weights.is_dir()
         if stay and not makes_tokenizer(path.name for path in weights.iterdir()):
             problems.append(

@@ -228,7 +228,7 @@ def request_problems(request: ConversionRequest) -> list[str]:
         for key, path in request.sources
         if not path.exists()
     ]
-    problems += _output_problems(request.output_dir, names["output_dir"])
+    problems += output_problems(request.output_dir, names["output_dir"])
     from export_scripts.families.table import SOURCE_MAPPINGS  # not imported by a server
 
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
@@ -241,7 +241,7 @@ def request_problems(request: ConversionRequest) -> list[str]:
     return problems
 
 
-def _output_problems(output_dir: Path, name: str) -> list[str]:
+def output_problems(output_dir: Path, name: str) -> list[str]:
     """Return a problem if `output_dir` cannot be created."""
     path = output_dir.absolute()
     nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))

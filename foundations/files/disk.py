@@ -18,6 +18,7 @@ _TEMPORARY_SUFFIX = ".writing"
 _O_DIRECT = os.O_DIRECT
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FREE_BYTES = 1 << 20  # a disk with more than this has space for any small file
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -109,14 +110,16 @@ class SequentialFile:
 def full_disk(error: OSError, nearby: Path) -> str | None:
     """Return which disk is full and what to do; None for any other error.
 
-    `nearby` is a path on the disk, for an error that names no file.
+    `nearby` is the likely path of an error that names no file; a disk with free space is not named.
     """
     if error.errno not in _FULL:
         return None
-    path = Path(os.fsdecode(error.filename)) if error.filename else nearby
+    path = nearby if error.filename is None else Path(os.fsdecode(error.filename))
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     mount = next(each for each in (there.resolve(), *there.resolve().parents) if each.is_mount())
     free = shutil.disk_usage(there).free
+    if error.filename is None and free > _FREE_BYTES:
+        return f"a disk is full ({error.strerror}); see `df` and `df -i`, free space, and run again"
     full = "is full" if error.errno == errno.ENOSPC else "has no more room for this user (quota)"
     return (
         f"the disk mounted at {mount} {full}: {path} cannot be written, {free:,} bytes are free; "

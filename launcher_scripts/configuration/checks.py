@@ -17,7 +17,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WRITTEN_FOLDERS = (
     "base_results_dir",
     "export.run.results_dir",
-    "export.triton_deployment.triton_model_dir",
     "evaluate.output_dir",
     "watch.output_dir",
     "upgrade.output_dir",

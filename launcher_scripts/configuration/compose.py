@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from foundations.suggest import did_you_mean
 from foundations.values import WrongValuesError, build_record, put
 from launcher_scripts.configuration.diagnosis import (
     check_override,
@@ -77,12 +78,16 @@ class Composition:
     Attributes:
         config: the configuration; None if a value or file of it is missing or wrong.
         problems: every problem, one sentence each.
+        refused: keys of overrides that were left out; the configuration has their defaults.
     """
 
     config: Config | None
     problems: tuple[str, ...] = ()
+    refused: frozenset[str] = frozenset()
 
 
+# If one of these is wrong, the checks would be those of a run that no user asked for.
+_DECISIVE = {"action", "cluster_type", "stages"}
 # Hydra raises a plain ValueError for some mistakes, such as `export=null`.
 _ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
@@ -118,8 +123,8 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Composition:
     """Return the configuration; wrong overrides are reported and left out.
 
-    If a requested file is missing, the configuration is None: checks of the default file in its
-    place would report misleading problems.
+    If a requested file is missing, or a value that decides what runs is wrong, the configuration is
+    None: checks of the default in its place would report misleading problems.
     """
     register()
     if not place.path.is_file():
@@ -128,22 +133,22 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     problems: list[str] = []
     choices: list[str] = []
     given: list[Override] = []
-    has_files = True
+    refused: set[str] = set()
     for word in overrides:
         try:
             parsed = read_override(word)
         except ValueError as error:
             problems.append(str(error))
+            refused.add(word.lstrip("+~").partition("=")[0])
             continue
         name = parsed.key_or_group
-        is_choice = chooses_file(name)
         if problem := check_override(parsed):
             problems.append(problem)
-            has_files = has_files and not is_choice
+            refused.add(name)
         elif name in GROUPS and not place.has_file(name, value := str(parsed.value())):
             problems.append(unknown_choice(name, value))
-            has_files = False
-        elif is_choice:
+            refused.add(name)
+        elif chooses_file(name):
             choices.append(str(parsed.input_line))
         else:
             given.append(parsed)
@@ -154,8 +159,11 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         problems.append(f"{place.path} is unusable: {error_line(error)}.")
         return Composition(None, tuple(problems))
     HydraConfig.instance().set_config(whole)
-    config, more = _with_overrides(files, given)
-    return Composition(config if has_files else None, (*problems, *more))
+    config, more, left_out = _with_overrides(files, given)
+    refused |= left_out
+    if any(name in _DECISIVE or chooses_file(name) for name in refused):
+        config = None
+    return Composition(config, (*problems, *more), frozenset(refused))
 
 
 @functools.cache
@@ -182,8 +190,8 @@ def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, Dict
 
 def _with_overrides(
     files: DictConfig, overrides: Sequence[Override]
-) -> tuple[Config | None, list[str]]:
-    """Return the configuration of files and overrides, and every problem.
+) -> tuple[Config | None, list[str], set[str]]:
+    """Return the configuration of files and overrides, every problem, and the keys left out.
 
     A wrong override is left out; a wrong value from a file leaves no configuration.
     """
@@ -205,13 +213,13 @@ def _with_overrides(
         left_out |= typed
         overrides = [override for override in overrides if key_of(override) not in typed]
     if "action" in left_out:
-        return None, problems  # problems of a run do not matter without an action
+        return None, problems, left_out  # problems of a run do not matter without an action
     if not wrong:
-        return record, problems
+        return record, problems, left_out
     # A key that refers to a wrong value has the same problem.
     raw, found = flat(config), {name: wrong[name] for name in wrong if name not in left_out}
     causes = [text for name, text in found.items() if "${" not in str(raw.get(name))]
-    return None, [*problems, *(causes or found.values())]
+    return None, [*problems, *(causes or found.values())], left_out
 
 
 def _apply(config: DictConfig, override: Override) -> str:
@@ -220,7 +228,12 @@ def _apply(config: DictConfig, override: Override) -> str:
     try:
         if override.is_delete():
             parent, _, leaf = name.rpartition(".")
-            OmegaConf.select(config, parent).pop(leaf, None)
+            entries = OmegaConf.select(config, parent) or {}
+            if leaf not in entries:
+                return (
+                    f"{override.input_line}: {parent} has no {leaf}{did_you_mean(leaf, entries)}."
+                )
+            del entries[leaf]
         else:
             value = override.value()
             # A mapping is merged into a mapping; any other value replaces it and is refused later.

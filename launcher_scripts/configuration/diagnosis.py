@@ -42,8 +42,8 @@ def read_override(word: str) -> Override:
         raise ValueError(f"{word!r} is not of the form key=value{likely_key(word)}.")
     raise ValueError(
         f"{word!r} cannot be read as key=value; lists are written 'stages=[convert,export]', "
-        "values with spaces 'key=\"a b\"' and those with = or : in a list 'key=[\"a=b\"]', in "
-        "quotes for the shell."
+        "other values with [, { or spaces 'key=\"[a b]\"', and those with = or : in a list "
+        "'key=[\"a=b\"]', in quotes for the shell."
     )
 
 
@@ -82,6 +82,8 @@ def key_of(override: Override) -> str:
 def check_override(override: Override) -> str | None:
     """Return why an override is refused before its value is checked; None if it is not."""
     name, word = override.key_or_group, str(override.input_line)
+    if override.package is not None:
+        return f"{word}: @ is not supported; leave @{override.package} out."
     key, _, value = word.partition("=")
     is_entry = key_of(override) != name  # an entry of a mapping
     if not (is_entry or name in KEYS or name in GROUPS):

@@ -22,6 +22,8 @@ from stages.base import Stage
 # Errors that may be temporary. Slurm, src/common/slurm_errno.c
 _NO_NODES = "Requested node configuration is not available"
 _QUEUE_IS_FULL = "Job violates accounting/QOS policy"
+# There is neither a slurm.conf nor a controller that serves one. Slurm, src/common/read_config.c
+_NO_CONFIGURATION = "Could not establish a configuration source"
 # States of nodes that may come back.
 _UNAVAILABLE_STATES = "down,drain,fail,maint,no_respond,unknown"
 
@@ -38,13 +40,19 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             continue
         if _NO_NODES in answer.error and _has_unavailable_nodes():
             continue
+        said = " ".join(answer.error.split())
+        if _NO_CONFIGURATION in answer.error:
+            yield (
+                f"Slurm cannot be used from this machine: {said}; run where sinfo works, or use "
+                "cluster_type=local or dry_run=true."
+            )
+            return
         # Name the options without any one of which sbatch would accept the job.
         wrong = [
             word
             for word in words
             if _test_only(tuple(each for each in words if each != word)).status == 0
         ]
-        said = " ".join(answer.error.split())
         reason = f"sbatch refuses {shlex.join(wrong or words)}: {said}"
         refused.setdefault(reason, []).append(stage.name)
     for reason, names in refused.items():

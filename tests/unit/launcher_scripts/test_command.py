@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +283,7 @@ def test_an_action_is_not_taken_on_another_run_than_the_one_that_is_named(
         capsys, "action=cancel", base, "stages=[convert]", f"run_dir={tmp_path}/run"
     )
     assert main(["action=status", base, SAMPLE, f"export.run.results_dir={tmp_path}/run"]) == 0
+    assert main(["action=status", base, "stages=[convert]"]) == 0
 
 
 def test_status_shows_the_log_and_the_progress_of_a_job(
@@ -463,6 +466,9 @@ def test_a_place_that_takes_no_file_is_named_once(
     assert said.count("is not a folder; choose a folder of yours") == 2
     assert f"base_results_dir={results}: " in said
     assert f"watch.output_dir={other}: " in said
+    repository = f"export.triton_deployment.triton_model_dir={other}/x"
+    base = f"base_results_dir={tmp_path}"
+    assert "one problem found" in refused(capsys, SAMPLE, base, repository, "stages=[convert]")
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
@@ -489,6 +495,19 @@ def test_a_wrong_word_of_an_action_is_the_only_problem(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "one problem found" in refused(capsys, "action=status", *words)
+
+
+def test_the_default_in_place_of_a_refused_value_is_no_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = f"base_results_dir={tmp_path}"
+    port = "deploy.http_port=70000"
+    for words in (
+        ["export.model.checkpoint_path="],
+        ["~stages"],
+        [SAMPLE, port, "deploy.grpc_port=8000"],
+    ):
+        assert "one problem found" in refused(capsys, base, *words)
 
 
 def test_status_without_any_run_names_the_remedy(
@@ -540,10 +559,12 @@ def test_full_disk_is_named_in_one_line(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(job_folder, "record_command", full)
-    assert main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "stages=[convert]"]) == 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+    words = [f"base_results_dir={tmp_path}", f"export.run.results_dir={tmp_path}/r", "dry_run=true"]
+    assert main([SAMPLE, *words, "stages=[convert]"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("the disk mounted at ")
-    assert f"{tmp_path} cannot be written" in line
+    assert f"{tmp_path}/r cannot be written" in line
 
 
 def test_help_fits_on_a_screen_and_help_all_has_every_key(

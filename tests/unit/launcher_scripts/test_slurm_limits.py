@@ -83,6 +83,14 @@ def test_the_option_that_sbatch_refuses_is_named_once(tmp_path: Path, cluster: P
     assert problem.startswith("ranks, ranks: sbatch refuses --mem=9G: too much; correct the keys")
 
 
+def test_a_machine_without_slurm_is_named_once(tmp_path: Path, cluster: Path) -> None:
+    said = "sbatch: fatal: Could not establish a configuration source"
+    programs(cluster, sbatch=f"echo x >> {cluster}/calls; echo '{said}' >&2; exit 1")
+    (problem,) = launcher("cluster.mpi=null").check([stage(tmp_path), stage(tmp_path)])
+    assert problem.startswith(f"Slurm cannot be used from this machine: {said}; run where sinfo ")
+    assert (cluster / "calls").read_text() == "x\n"
+
+
 def test_partition_of_a_profile_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "long")
     assert problems(tmp_path, Resources(time_limit_min=DAY)) == []

@@ -7,7 +7,9 @@ import errno
 import mmap
 import os
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,9 +81,16 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_full_disk_names_its_mount_and_the_remedy(tmp_path: Path, named: bool) -> None:
+def test_full_disk_names_its_mount_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
     path = tmp_path / "not" / "there.bin"
     error = OSError(errno.ENOSPC, "No space left on device", str(path) if named else None)
+    if not named:
+        assert str(disk.full_disk(error, path)).startswith(
+            "a disk is full (No space left on device)"
+        )
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     text = disk.full_disk(error, path)
     assert text is not None
     mount = text.removeprefix("the disk mounted at ").partition(" is full: ")[0]
