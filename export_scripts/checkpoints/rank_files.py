@@ -8,8 +8,10 @@ torch/distributed/_shard/sharded_tensor/api.py.
 
 Up to ZeRO stage 2, DeepSpeed saves the whole model in `mp_rank_00_model_states.pt`, in the type of
 the training. In stage 3, `zero_pp_rank_<R>_mp_rank_00_optim_states.pt` has a rank's share of every
-parameter in fp32. The universal form has a folder for each, `zero/<name>/fp32.pt`. Layout:
-deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py.
+parameter in fp32. The universal form has a folder for each, `zero/<name>/fp32.pt`. With expert
+parallelism (AutoEP), each expert has a file, `layer_<N>_expert_<E>_mp_rank_00_model_states.pt`.
+Layout: deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/engine.py
+(_save_moe_checkpoint) and deepspeed/checkpoint/ds_to_universal.py.
 """
 
 import dataclasses
@@ -229,6 +231,7 @@ ZERO_LATEST = "latest"
 _ZERO_OPTIMIZER = "*_optim_states.pt"
 _ZERO_RANKS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(?:model|optim)_states\.pt$")
 _ZERO_UNIVERSAL = "zero/*/fp32.pt"
+_ZERO_EXPERTS = "layer_*_expert_*_mp_rank_*_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,14 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
         shapes = {}
         found = {} if universal else _merge_tp_ranks(folder, first, [own for _, own, _ in ranks])
     found |= {file.parent.name: _universal(file, shapes) for file in universal}
+    for file in sorted(folder.glob(_ZERO_EXPERTS)):
+        expert = flatten(read_torch_table(file, "a DeepSpeed checkpoint"))
+        if twice := sorted(expert.keys() & found.keys()):
+            raise CheckpointMismatchError(
+                f"{file} holds {first_names(twice)}, and so does another file: copy the files of "
+                "one run again; experts of tensor-parallel ranks are not supported"
+            )
+        found |= expert
     for name, kept in _zero_table(first, "shared_params", folder).items():
         if isinstance(kept, str) and kept in found:
             found[str(name)] = found[kept]  # not the copy, which ds_to_universal rounds
@@ -313,6 +324,11 @@ def _zero_rank(
             name: _joined([[fragments.get(name)] for fragments in frozen], 0, shape, name, folder)
             for name, shape in _shapes([first.get("frozen_param_shapes") or {}], files[0]).items()
         }
+        if has_shares and first.get("ds_autoep_layers"):
+            raise CheckpointMismatchError(
+                f"{folder} has parts of experts (AutoEP in ZeRO stage 3): make its universal form "
+                "(ds_to_universal)"
+            )
         if has_shares:
             found |= _partitioned(folder, shapes, len(files), number)
     return first, found, shapes
@@ -396,7 +412,7 @@ def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, 
 def _zero_files(folder: Path, pattern: str) -> list[list[Path]]:
     """Return each tensor-parallel rank's files, in order of data-parallel rank."""
     found: dict[int, dict[int, Path]] = {}
-    for file in folder.glob(pattern):
+    for file in {*folder.glob(pattern)}.difference(folder.glob(_ZERO_EXPERTS)):
         if match := _ZERO_RANKS.search(file.name):
             found.setdefault(int(match[2]), {})[int(match[1] or 0)] = file
     counts = [1 + max(files) for files in found.values()]
@@ -406,13 +422,17 @@ def _zero_files(folder: Path, pattern: str) -> list[list[Path]]:
 
 
 def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
-    """Return a parameter of the universal form; one from stage 3 is flat in the file."""
+    """Return a parameter of the universal form; one from stage 3 may be flat in the file.
+
+    `shapes` has those of one rank, which are smaller for experts; these are whole in the file.
+    """
     value, name = read_torch_file(file), file.parent.name
     value = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(value, StoredTensor):
         raise CheckpointMismatchError(f"{file} does not hold a tensor; copy it again")
     shape = shapes.get(name, value.shape)
-    return value if value.shape == shape else _joined([[value]], 0, shape, name, file.parent)
+    is_whole = value.shape == shape or len(value.shape) > 1
+    return value if is_whole else _joined([[value]], 0, shape, name, file.parent)
 
 
 def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
@@ -466,20 +486,32 @@ def _partitioned(
 def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
     """Check, by the checksums of their archives, that no rank's file is a copy of another's.
 
+    Shares of a tensor of ones, such as a frozen norm's, are the same in all files.
+
     Raises:
         CheckpointMismatchError: Two ranks hold the same values.
     """
+    whole = [rank for rank in ranks if all(isinstance(tensor, StoredTensor) for tensor in rank)]
     held = [
         tuple((tensor.record.crc32, tensor.span_bytes) for tensor in rank if tensor.record)
-        for rank in ranks
-        if all(isinstance(tensor, StoredTensor) for tensor in rank)
+        for rank in whole
     ]
-    twice = [n for n, each in enumerate(held) if each and each in held[:n]]
+    twice = [
+        n
+        for n, each in enumerate(held)
+        if each and each in held[:n] and any(map(_varies, whole[n]))
+    ]
     if twice:
         raise CheckpointMismatchError(
             f"{folder}: rank {twice[0]} holds the values of rank {held.index(held[twice[0]])}: its "
             "file was copied under another name; copy all ranks again"
         )
+
+
+def _varies(tensor: StoredTensor) -> bool:
+    """Return whether a tensor holds different values."""
+    values = tensor.load(FileMaps())
+    return bool((values != values[:1]).any())
 
 
 def _joined(

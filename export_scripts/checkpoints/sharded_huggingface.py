@@ -270,7 +270,7 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
     problems: list[str] = []
     maps = FileMaps()
     for theirs, (piece,) in tensors.items():
-        if theirs in trainer.get("left_out", ()):
+        if any(re.search(form, theirs) for form in trainer.get("left_out", ())):
             continue
         if (form := next((form for form in zeros if re.search(form, theirs)), None)) is not None:
             if piece.load(maps).any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -606,6 +607,79 @@ def test_experts_of_stage_3_are_read_one_by_one(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
+def write_autoep(model: Path, kind: str, folder: Path, *, is_universal: bool) -> None:
+    """Write a mixture as DeepSpeed's AutoEP saves it, and as ds_to_universal writes that."""
+    dense: dict[str, torch.Tensor] = {}
+    experts: dict[str, torch.Tensor] = {}
+    for name, values in model_of(kind).state_dict().items():
+        layer = name.partition(".mlp.")[0]
+        if name.endswith("gate_up_proj"):
+            experts |= dict(zip((f"{layer}.mlp.experts.w1", f"{layer}.mlp.experts.w3"),
+                                values.chunk(2, dim=1), strict=True))  # fmt: skip
+        elif name.endswith("experts.down_proj"):
+            experts[f"{layer}.mlp.experts.w2"] = values
+        elif name.endswith(".mlp.gate.weight"):
+            dense[f"{layer}.mlp.router.gate.weight"] = values
+            # The second name of the router, which ds_to_universal rounds.
+            dense[f"{layer}.mlp.gate.gate.weight"] = values.bfloat16().float()
+        else:
+            theirs = name.replace(".mlp.gate.", ".mlp.router.")
+            dense[re.sub(r"\.shared_expert(?=[._])", ".shared_experts", theirs)] = values
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    count = len(next(iter(experts.values())))
+    local = {name: values[: count // 2].shape for name, values in experts.items()}
+    shapes = [{name: values.shape for name, values in dense.items()}, local]
+    states = {"module": dense, "param_shapes": shapes, "ds_autoep_layers": [{"ep_size": 2}]}
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    if is_universal:
+        for name, values in {**dense, **experts}.items():
+            (folder / "zero" / name).mkdir(parents=True)
+            torch.save({"param": values.clone()}, folder / "zero" / name / "fp32.pt")
+        return
+    layers = sorted({name.rpartition(".")[0] for name in experts})
+    for number, layer in enumerate(layers):
+        for expert in range(count):
+            held = {f"{layer}.{w}.{expert}": experts[f"{layer}.{w}"][expert].clone()
+                    for w in ("w1", "w2", "w3")}  # fmt: skip
+            name = f"layer_{number}_expert_{expert}_mp_rank_00_model_states.pt"
+            torch.save(held, folder / name)
+
+
+@pytest.mark.parametrize("is_universal", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen2_moe", "deepseek_v3", "mixtral"])
+def test_experts_that_deepspeed_has_distributed_are_read(
+    kind: str, is_universal: bool, tmp_path: Path
+) -> None:
+    model, run = write_model(kind, tmp_path / "model"), tmp_path / "run"
+    write_autoep(model, kind, run, is_universal=is_universal)
+    expected, found = (
+        read_tensors(
+            converted_to(source, tmp_path / name, output_format="huggingface", given=GIVEN)
+        )
+        for name, source in (("expected", model), ("out", run))
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for file in run.glob("layer_1_expert_0_*"):
+        shutil.copy(file, run / file.name.replace("expert_0", "expert_1"))
+        assert "and so does another file" in refusal(run, tmp_path / "refused")
+
+
+def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path: Path) -> None:
+    """Its values are ones: two ranks hold the same, and the last one padding."""
+    for rank in range(3):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_"
+        share = torch.tensor([1.0] * 6 if rank < 2 else [1.0] * 4 + [0.0] * 2)
+        states = {"module": {}, "param_shapes": [{"a": (3,)}], "frozen_param_shapes": {"b": (16,)},
+                  "frozen_param_fragments": {"b": share}}  # fmt: skip
+        torch.save(states, tmp_path / f"{name}model_states.pt")
+        kept = {"partition_count": 3, "fp32_flat_groups": [torch.ones(1) + rank]}
+        torch.save({"optimizer_state_dict": kept}, tmp_path / f"{name}optim_states.pt")
+    frozen = zero_tensors(tmp_path)["b"].load(FileMaps())
+    assert frozen.tolist() == [1.0] * 16
+
+
 def without(file: str) -> Callable[[Path], None]:
     return lambda folder: next(folder.glob(file)).unlink()
 
@@ -648,6 +722,10 @@ def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[P
         (copied("zero_pp_rank_{}_mp_rank_00_optim_states.pt"), "rank 1 holds the values of rank 0"),
         (copied("zero_pp_rank_{}_mp_rank_00_model_states.pt"), "rank 1 holds the values of rank 0"),
         (edited("*_model_*", lambda state: state.update(param_shapes=3)), "expected sizes"),
+        (
+            edited("*_model_*", lambda state: state.update(ds_autoep_layers=[{"ep_size": 3}])),
+            "make its universal form (ds_to_universal)",
+        ),
         (edited("*_model_*", lambda state: state.update(module=None)), "has None as module"),
         (edited("*_model_*", lambda state: state.update(shared_params=3)), "3 as shared_params"),
     ],
