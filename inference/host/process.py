@@ -36,6 +36,7 @@ from inference.host.triton import TritonRepository
 
 _POLL_S = 0.02
 _END_S = 0.5  # to send the last answers and stop the engines
+_FLUSH_S = 0.2  # for gRPC to send its last answers
 _TRITON_END_S = 15.0  # for a tritonserver to end
 _SEND_S = 0.3  # to send the answers of a failed engine
 _USE_REPORT_S = 1.0  # between two reports to the owner that clients send requests
@@ -62,11 +63,6 @@ def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
 async def _serve_and_exit(host: "_Host") -> NoReturn:
     """Serve, then exit without waiting for threads: one may load a model for minutes."""
     status = await host.serve()
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=_END_S)
     sys.stderr.flush()
     os._exit(status)
 
@@ -122,11 +118,13 @@ class _Host:
         logs = settings.openai is not None and settings.openai.access_log
         tracer = tracer_of(settings.access.otlp_collector)
         calls = KServeGrpc(self._context, port=grpc_port, logs=logs, tracer=tracer)
-        server = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
+        # Never stopped: gRPC cancels the calls that it has not read by then, which clients do not
+        # repeat. Those that are open when the process ends are UNAVAILABLE to them.
+        self._grpc = grpc_server(settings.access, calls, host=settings.host, port=grpc_port)
         http = KServeHttp(self._context)
         await self._listen(http.answer, "http", logs=logs)
         await self._listen(http.answer_metrics, "metrics")
-        await server.start()
+        await self._grpc.start()
         following = asyncio.ensure_future(self._load_and_follow())
         stopping = asyncio.ensure_future(link.stopped.wait())
         await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +135,7 @@ class _Host:
         ends = [runner.cleanup() for runner in self._runners]
         close_s = _END_S if settings.triton is None else _TRITON_END_S
         for end, limit_s in (
-            (asyncio.gather(server.stop(_END_S), *ends), _END_S),
+            (asyncio.gather(asyncio.sleep(_FLUSH_S), *ends), _END_S),
             (self._context.current.close(), close_s),
         ):
             with contextlib.suppress(asyncio.TimeoutError):

@@ -21,9 +21,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import openai
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from inference.front.access import OpenAIOptions
@@ -301,15 +303,28 @@ def test_programs_of_others_are_refused_before_anything_loads(
     assert server.poll() is not None
 
 
+def codes_until_the_end(port: int) -> set[grpc.StatusCode]:
+    """Return the codes of calls, 32 at a time, until nothing listens there."""
+    codes, words = set[grpc.StatusCode](), ""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerMetadata.future
+        while "failed to connect" not in words:
+            calls = [ask(service_pb2.ServerMetadataRequest()) for _ in range(32)]
+            codes |= {call.code() for call in calls}
+            words = calls[-1].details()
+            time.sleep(0.03)
+    return codes
+
+
 def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
     sample_repository: Callable[..., Path],
 ) -> None:
     # One after the other, so that the last is under way for long enough.
     one_slot = {"device": "cpu", "max_lanes": "1"}
     repository = sample_repository(tp_size=1, decoupled=True, parameters=one_slot)
-    http_port, grpc, metrics = pick_free_ports("127.0.0.1", 3)
+    http_port, grpc_port, metrics = pick_free_ports("127.0.0.1", 3)
     words = [f"--model-repository={repository}", "--server=slipway", "--drain-s=600"]
-    words += [f"--http-port={http_port}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    words += [f"--http-port={http_port}", f"--grpc-port={grpc_port}", f"--metrics-port={metrics}"]
     command = subprocess.Popen([sys.executable, "-m", "inference.server", *words], cwd=ROOT)
     ready = f"http://127.0.0.1:{http_port}/v2/health/ready"
 
@@ -325,7 +340,7 @@ def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
     try:
         until(lambda: status()[0] == HTTPStatus.OK, "the server")
         began, count = threading.Event(), 2
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(count + 1) as pool:
             streamed = [pool.submit(texts, http_port, LONG, began.set) for _ in range(count)]
             assert began.wait(START_S)
             until(lambda: held(metrics) + sum(each.done() for each in streamed) >= count)
@@ -334,8 +349,10 @@ def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
             url = f"http://127.0.0.1:{http_port}/v2/models/ensemble/generate_stream"
             refused = status(url, json.dumps(ASKED).encode())
             assert refused == (HTTPStatus.SERVICE_UNAVAILABLE, "1")
+            calls = pool.submit(codes_until_the_end, grpc_port)
             assert [len(each.result()) for each in streamed] == [LONG] * count
-        ended = time.monotonic()
+            ended = time.monotonic()
+        assert calls.result() == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}  # none cancelled
         assert command.wait(30) == 0
         assert time.monotonic() - ended < 5  # promised: 1 s
     finally:
