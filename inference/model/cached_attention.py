@@ -86,6 +86,11 @@ class GroupedAttention:
             first_row += sum(segment.tokens for segment in run)
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
 
+    def of_rows(self, rows: Tensor) -> "GroupedAttention":
+        """Return this attention, which computes all tokens."""
+        del rows
+        return self
+
     @cached_property
     def _rows(self) -> Tensor:
         return self._cache.token_rows(self.slots, self.places)

@@ -279,5 +279,5 @@ class Decoder(GeneratorModel):
         if step.outputs_only and len(step.output_rows) < len(x):
             # Without outputs the layer only stores keys and values; one row costs little.
             rows = step.output_rows if len(step.output_rows) else step.positions.new_zeros(1)
-            step = replace(step, selected=rows)
+            step = replace(step, selected=rows, attention=step.attention.of_rows(rows))
         return self.layers[-1](x, step)

@@ -83,6 +83,10 @@ class CachedAttention(Protocol):
 
     rotates: ClassVar[bool]  # whether it applies the rotary embedding itself
 
+    def of_rows(self, rows: Tensor) -> CachedAttention:
+        """Return the attention of the tokens at `rows` (n,); other results are undefined."""
+        ...
+
     def __call__(
         self,
         query: Tensor,

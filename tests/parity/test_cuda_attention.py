@@ -130,19 +130,25 @@ class Sequences:
         turned = part * self.angles.cos.float() + quarter * self.angles.sin.float()
         return torch.cat((turned, x[..., width:]), dim=-1)
 
-    def attended(self, *, flash: bool = False) -> torch.Tensor:
-        """Return (N, H*D) by the kernels; with `flash` FlashAttention serves the prompts."""
+    def attended(self, rows: torch.Tensor | None = None, *, flash: bool = False) -> torch.Tensor:
+        """Return (N, H*D) by the kernels; with `flash` FlashAttention serves the prompts.
+
+        With `rows` (n,) the results of these tokens, (n, H*D).
+        """
         from inference.model.gpu.attention_layout import paged_attention
 
         attention = paged_attention(self.segments, self.cache, rules=self.rules, flash=flash)
         attention = replace(attention, single=bool((self.segments[:, 2] == 1).all()))
+        if rows is not None:
+            attention = attention.of_rows(rows)
         qkv = self.qkv.clone()  # queries may be rotated where they lie
-        return attention(
+        y = attention(
             qkv[:, : self.query_heads],
             layer=LAYER,
             new=qkv[:, self.query_heads :],
             angles=self.angles,
         )
+        return y if rows is None else y[rows]
 
 
 def check(sequences: Sequences) -> None:
@@ -181,6 +187,17 @@ def test_values_left_in_a_block_are_not_seen(device: torch.device) -> None:
             rows = sequences.cache.rows(layer)
             rows.masked_fill_(rows == 0, float("nan"))  # no token was stored there
         check(sequences)
+
+
+def test_attention_of_the_rows_with_outputs(device: torch.device) -> None:
+    torch.manual_seed(0)
+    for rules in (AttentionRules(sliding_window=40), AttentionRules(batch_invariant=True)):
+        sequences = Sequences(
+            MIXED, heads=(6, 2, 64), rules=rules, dtype=torch.float16, device=device, rotated=32
+        )
+        rows = torch.tensor([69, 70, 87, 105], dtype=torch.int32, device=device)
+        y = sequences.attended(rows).float()
+        torch.testing.assert_close(y, sequences.expected()[rows], rtol=0, atol=4e-3)
 
 
 # With many heads: more programs than fill a GPU take the kernel of tiles, or that of even shares.

@@ -104,6 +104,18 @@ class PagedAttention:
     single: bool = False
     prompts: Prompts | None = None  # prompts that FlashAttention serves, which are in no tile
 
+    def of_rows(self, rows: torch.Tensor) -> "PagedAttention":
+        """Return the attention of the tokens at `rows` (n,); other results are undefined.
+
+        A batch-invariant step attends for all: a result depends on the size of its tile.
+        """
+        if self.rules.batch_invariant:
+            return self
+        slots, places = (each.index_select(0, rows) for each in (self.slots, self.places))
+        # Rows are copied: Triton compiles a kernel again for pointers that are not aligned.
+        tiles = Tiles(slots, places, rows.clone(), torch.ones_like(rows))
+        return replace(self, tiles=((1, tiles),), prompts=None)
+
     def __call__(
         self,
         query: torch.Tensor,
