@@ -3,7 +3,7 @@
 python -m benchmarks.attention --record benchmarks/results/NAME.json
 
 A value is the FLOP rate of a causal layer's products in fp16, over the kernels' time alone. Keys
-and values are in the paged cache (64 tokens a block) for ours and "FlashAttention 4, paged", and
+and values are in the paged cache (128 tokens a block) for ours and "FlashAttention 4, paged", and
 contiguous for the others.
 """
 
@@ -23,7 +23,7 @@ from inference.model.step import AttentionRules
 # (query heads, key and value heads, head size) of Llama 8B, Qwen 1.5B, and other head sizes.
 HEADS = ((32, 8, 128), (12, 2, 128), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 256))
 PROMPTS = ((1, 8000), (4, 2000), (16, 512))
-BLOCK = 64
+BLOCK = 128
 LIBRARIES = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "torch's FlashAttention 2": SDPBackend.FLASH_ATTENTION,

@@ -27,7 +27,7 @@ from inference.system.control_groups import available_memory
 _CPU_SHARE = 0.25  # of the available memory, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
 _MAX_SLOTS = {"cpu": 64, "cuda": 512}
-_GPU_BLOCK_TOKENS = 64  # what attention reads at once
+_GPU_BLOCK_TOKENS = 128  # FlashAttention 4 reads blocks of 64 up to 10 % slower
 
 
 @dataclass(frozen=True)

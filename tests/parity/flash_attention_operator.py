@@ -19,10 +19,8 @@ def forward(
     softmax_scale: float | None,
     causal: bool,
     window_size_left: int | None,
-    tile_mn: tuple[int, int] | None,
 ) -> None:
     assert causal
-    assert tile_mn in (None, (128, k.shape[1]))
     assert max_seqlen_q == seqused_q.max()
     assert all(part.dtype == torch.int32 for part in (cu_seqlens_q, seqused_q, seqused_k))
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale

@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 
 RELEASE = "4.0.0b36"  # the signature of its private function may change in any other
 _HOPPER = 9  # major compute capability
-_TILE = 128, 64  # query rows, keys
 _MAX_SIZE = 256  # of a head; sizes are multiples of 8
-_MIN_TOKENS = 256  # of the longest prompt; it is faster from there on (benchmarks.attention)
 
 
 def spans(segments: Array) -> tuple[Array, ...]:
@@ -61,8 +59,6 @@ class Prompts:
         """
         keys, values = (part.transpose(1, 2) for part in self.cache.blocks(layer))
         window = rules.window(layer)
-        # TMA reads key tiles of one block each; that is faster for large heads.
-        is_tiled = self.cache.shape.block_tokens == _TILE[1] and query.shape[2] > 96
         attend = _forward_pass(self.cache.device)
         assert attend is not None
         attend(
@@ -78,7 +74,6 @@ class Prompts:
             softmax_scale=rules.scale,
             causal=True,
             window_size_left=None if window is None else window - 1,
-            tile_mn=_TILE if is_tiled else None,
         )
 
 
@@ -86,7 +81,7 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
     """Whether FlashAttention 4 attends for prompts of at most `longest` new tokens."""
     size = cache.shape.size_per_head
     return (
-        longest >= _MIN_TOKENS
+        longest >= _min_tokens(size)
         and rules.causal
         and rules.alibi_slopes is None
         and rules.distance_bias is None
@@ -97,6 +92,13 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
         and size <= _MAX_SIZE
         and _forward_pass(cache.device) is not None
     )
+
+
+def _min_tokens(size: int) -> int:
+    """Return the longest prompt's tokens from which it is faster (benchmarks.attention)."""
+    if size > 96:
+        return 256
+    return 512 if size > 64 else 1536
 
 
 @cache

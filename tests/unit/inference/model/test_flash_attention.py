@@ -96,7 +96,9 @@ def test_only_what_the_library_can_do_goes_there(
     cache = KVCache(shape, dtype=dtype, device=torch.device("cpu"))
     assert not flash_attention.serves(rules, cache, longest=2000)  # a CPU
     monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
-    assert flash_attention.serves(rules, cache, longest=500) == served
+    assert flash_attention.serves(rules, cache, longest=2000) == served
+    # With small heads the engine's kernels are faster for short prompts.
+    assert flash_attention.serves(rules, cache, longest=500) == (served and size > 96)
     assert not flash_attention.serves(rules, cache, longest=100)
 
 
