@@ -189,11 +189,12 @@ def _is_abandoned(job: record.JobRecord) -> bool:
     return abs(age.total_seconds()) > SUBMISSION_S
 
 
-def live_job_problem(job: record.JobRecord, folder: Path) -> str | None:
-    """Return why a stage cannot be submitted while an earlier job of it is live in `folder`.
+def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
+    """Return why a stage cannot be submitted while an earlier job of it is live.
 
     The record would name only the new job, and no action could find the earlier one.
     """
+    folder = results_dir / job.stage
     if job.is_final or not (
         job.cluster == _QUEUED_CLUSTER or _is_local(job) or _holds_lock(job, folder)
     ):
@@ -205,7 +206,7 @@ def live_job_problem(job: record.JobRecord, folder: Path) -> str | None:
         verb = "waits"
     return (
         f"{job.stage}: {name}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
-        f"action=cancel run_dir={folder.parent}, or choose another export.run.results_dir."
+        f"action=cancel run_dir={results_dir}, or choose another export.run.results_dir."
     )
 
 

@@ -33,44 +33,50 @@ def prepare_run(
     composition: Composition,
     words: Sequence[str],
     console: Console,
-    problems: list[str],
     *,
+    known: Sequence[str] = (),
     name: str = "",
     queue: Callable[[], SlurmQueue] = queue_now,
-) -> Run | None:
-    """Return the run of a composed command line, or None if it has problems.
+) -> tuple[Run | None, list[str]]:
+    """Return the run of a composed command line, or None if it has problems; and its problems.
 
-    Problems are appended to `problems`. `name` distinguishes the run among several; `queue`
-    returns Slurm's queue.
+    Args:
+        composition: Configuration of the run.
+        words: The command line.
+        console: Receives notes.
+        known: Problems of the command line.
+        name: Distinguishes the run among several.
+        queue: Returns Slurm's queue.
     """
-    config = composition.config
-    if config is None:
-        return None
+    problems = [*known, *composition.problems]
+    if (config := composition.config) is None:
+        return None, problems
     command = shlex.join(["python", "main.py", *words])
     revision = job_folder.git_revision(CHECKOUT)
-    problems += [*problems_of_settings(config), *problems_of_effects(config)]
+    found = [*problems_of_settings(config), *problems_of_effects(config)]
     try:
         plan = plan_pipeline(config, Context(command=command, git_revision=revision))
     except DamagedFileError as error:
-        problems.append(str(error))
-        return None
+        return None, [*problems, *found, str(error)]
     except OSError as error:  # for example no access to a folder, or a name that is too long
         # An error without a file name comes from reading an open file: only the checkpoint is read.
         source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
-        problems.append(f"{error.filename or source}: {error.strerror}.")
-        return None
+        return None, [*problems, *found, f"{error.filename or source}: {error.strerror}."]
     stages = [planned.stage for planned in plan.to_run]
     launcher = make_launcher(config)
-    problems += [*plan.problems, *launcher.check(stages)]
+    found += [*plan.problems, *launcher.check(stages)]
     may_live = config.cluster_type == "bcm" or config.results_dir.is_dir()
     before = jobs_in(config.results_dir, queue) if may_live else []
-    wanted = {stage.name: stage.job.folder for stage in stages}
-    alive = ((job, wanted[job.stage]) for job in before if job.stage in wanted)
-    problems += filter(None, (live_job_problem(job, folder) for job, folder in alive))
+    jobs = {stage.name: Job(stage, config, revision) for stage in stages}
+    alive = (live_job_problem(job, config.results_dir) for job in before if job.stage in jobs)
+    found += filter(None, alive)
+    # No user wrote the default that stands in for a refused value.
+    refused = tuple(f"{key}=" for key in composition.refused)
+    problems += [text for text in found if not any(key in text for key in refused)]
     if not config.is_dry_run and not problems:
         problems += [problem for stage in stages for problem in stage.missing_now()]
     if problems:
-        return None
+        return None, problems
     finished = [f"{stage.name}: {stage.reason}" for stage in plan.stages if not stage.runs]
     notes = (
         *plan.notes,
@@ -80,9 +86,8 @@ def prepare_run(
     )
     for note in notes:
         console.say(f"{name}: {note}" if name else note)
-    jobs = {stage.name: Job(stage, config, revision) for stage in stages}
     earlier = {job.stage: job for job in before}
-    return Run(launcher, console, plan.stages, jobs, words, earlier, name=name)
+    return Run(launcher, console, plan.stages, jobs, words, earlier, name=name), []
 
 
 def prepare_rows(
@@ -103,16 +108,13 @@ def prepare_rows(
     rows_with: dict[str, list[str]] = {}  # problem -> names of the rows that have it
     queue = functools.cache(queue_now)
     for name, composition in compositions.items():
-        known = [*problems, *composition.problems]
-        found = [*known]
-        run = prepare_run(composition, words, console, found, name=name, queue=queue)
+        run, found = prepare_run(
+            composition, words, console, known=problems, name=name, queue=queue
+        )
         if run is not None:
             rows.append(run)
         for text in found:
-            # No user wrote the default that stands in for a refused value.
-            is_of_default = any(f"{key}=" in text for key in composition.refused)
-            if text in known or not is_of_default:
-                rows_with.setdefault(text, []).append(name)
+            rows_with.setdefault(text, []).append(name)
     wrong: list[str] = []
     for text, names in rows_with.items():
         all_have_it = len(names) == len(compositions)

@@ -135,7 +135,7 @@ def wait_for_rows(config: Config, console: Console) -> None:
         f"{folder.name}: the job {job.job_id} of {job.stage}"
         for folder in filter(Path.is_dir, folders)
         for job in jobs_in(folder)
-        if live_job_problem(job, folder / job.stage)
+        if live_job_problem(job, folder)
     ]:
         for text in alive:
             if text not in said:

@@ -262,10 +262,9 @@ class Watch:
         overrides += self._server_overrides(watched)
         if watched.name is not None:
             overrides.append(f"export.model.checkpoint_name={hydra_text(watched.name)}")
-        composition = self.compose(overrides)
-        problems = list(composition.problems)
-        name = f"step {watched.step}"
-        run = prepare_run(composition, overrides, self.console, problems, name=name)
+        run, problems = prepare_run(
+            self.compose(overrides), overrides, self.console, name=f"step {watched.step}"
+        )
         if run is None:
             self._refused(watched, problems)
             return True
@@ -383,14 +382,10 @@ class Watch:
 
     def _serves(self, step: int) -> bool:
         """Return whether the deploy job of a step's pipeline was submitted and has not ended."""
-        found = self._job(step, "deploy")
-        return found is not None and not found.is_final
-
-    def _job(self, step: int, name: str) -> record.JobRecord | None:
-        """Return the record of a job of a step's pipeline; None if it is missing or damaged."""
         with contextlib.suppress(DamagedFileError):
-            return read_job(self.state.results_of(step), name)
-        return None
+            found = read_job(self.state.results_of(step), "deploy")
+            return found is not None and not found.is_final
+        return False
 
     def _end_idle_servers(self) -> None:
         """End the servers that no pipeline uses, once no checkpoint waits."""
@@ -408,14 +403,9 @@ class Watch:
 
         Otherwise, or if the watch was killed before it submitted all jobs, the checkpoint waits.
         """
-        folder = self.state.results_of(watched.step)
-        jobs = jobs_in(folder)
-        found = [
-            next((one for one in jobs if one.stage == name), None) for name in watched.must_end
-        ]
-        submitted = [one for one in found if one is not None and one.job_id]
+        submitted = [one for one in self._records(watched).values() if one.job_id]
         states = [one.state for one in submitted]
-        is_whole = len(submitted) == len(found)
+        is_whole = len(submitted) == len(watched.must_end)
         if self.config.cluster_type == "local":
             resumes = record.FAILED in states or (is_whole and {*states} <= {record.COMPLETED})
         else:
@@ -425,7 +415,8 @@ class Watch:
         self.console.say(
             f"step {watched.step}: its jobs ended with the earlier watch; starting again"
         )
-        cancel_jobs(folder, jobs, self.console)
+        folder = self.state.results_of(watched.step)
+        cancel_jobs(folder, jobs_in(folder), self.console)
         watched.state, watched.attempts = WAITING, watched.attempts - 1
 
     def _follow_one(self, watched: Watched) -> None:
@@ -447,14 +438,11 @@ class Watch:
             if refusal:
                 self._retry_or_fail(watched, refusal)
                 return
-        folder = self.state.results_of(watched.step)
-        records = {name: self._job(watched.step, name) for name in watched.must_end}
-        if None in records.values():  # deleted or damaged; Slurm may still know the jobs
-            known = {one.stage: one for one in jobs_in(folder)}
-            records = {name: known.get(name) for name in records}
-        found = [one for one in records.values() if one is not None]
-        if not found or len(found) < len(records):
-            self._retry_or_fail(watched, f"{folder} lacks the record of a job")  # deleted meanwhile
+        records = self._records(watched)
+        found = list(records.values())
+        if not found or len(found) < len(watched.must_end):  # deleted meanwhile
+            folder = self.state.results_of(watched.step)
+            self._retry_or_fail(watched, f"{folder} lacks the record of a job")
             return
         if not all(one.is_final for one in found):
             return
@@ -472,6 +460,12 @@ class Watch:
                 self._retry_or_fail(watched, problem)
             return
         self._take_figures(watched, Path(watched.report), breaches)
+
+    def _records(self, watched: Watched) -> dict[str, record.JobRecord]:
+        """Return the jobs that must end, by stage, as far as their records or Slurm name them."""
+        jobs = jobs_in(self.state.results_of(watched.step))
+        by_stage = {one.stage: one for one in reversed(jobs)}
+        return {name: by_stage[name] for name in watched.must_end if name in by_stage}
 
     def _take_figures(self, watched: Watched, report: Path, breaches: str) -> None:
         """Take the figures of a checkpoint from its report."""

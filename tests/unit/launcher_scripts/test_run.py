@@ -198,7 +198,7 @@ def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> N
     found = read_job(tmp_path, "write")
     assert found is not None
     assert found.state == "submitted"
-    assert str(os.getpid()) in (live_job_problem(found, tmp_path / "write") or "")
+    assert str(os.getpid()) in (live_job_problem(found, tmp_path) or "")
 
 
 def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(

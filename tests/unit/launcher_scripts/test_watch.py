@@ -336,9 +336,9 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
         one.export.run = replace(one.export.run, results_dir=results)
         return Composition(one, ())
 
-    def prepare(composition: Composition, *_: Any, name: str) -> FakeRun:
+    def prepare(composition: Composition, *_: Any, name: str) -> tuple[FakeRun, list[str]]:
         assert composition.config is not None
-        return FakeRun(composition.config)
+        return FakeRun(composition.config), []
 
     monkeypatch.setattr("launcher_scripts.watch.prepare_run", prepare)
     monkeypatch.setattr("launcher_scripts.watch._ADVANCE_S", 0)
@@ -418,14 +418,14 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
         assert ("deploy" in chosen["stages"]) == (one.evaluate.shared_server is None)
         return Composition(one, ())
 
-    def prepare(composition: Composition, *_: Any, name: str) -> ServedRun:
+    def prepare(composition: Composition, *_: Any, name: str) -> tuple[ServedRun, list[str]]:
         assert composition.config is not None
         runs.append(ServedRun(composition.config))
         if len(runs) == 5 and runs[-1].shared:  # its server has ended
             runs[-1].fails = True
             gone = Path(runs[-1].shared) / RECORD_NAME
             write_record(gone, JobRecord("1", "deploy", "deploy", "completed"))
-        return runs[-1]
+        return runs[-1], []
 
     monkeypatch.setattr("launcher_scripts.watch.prepare_run", prepare)
     monkeypatch.setattr("launcher_scripts.watch._ADVANCE_S", 0)
