@@ -4,7 +4,6 @@
 
 import dataclasses
 import fnmatch
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from export_scripts.conversion.hub import hub_advice
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from foundations.files.disk import folder_problem
 from foundations.suggest import did_you_mean
 from foundations.values import option
 
@@ -242,11 +242,6 @@ def request_problems(request: ConversionRequest) -> list[str]:
 
 
 def output_problems(output_dir: Path, name: str) -> list[str]:
-    """Return a problem if `output_dir` cannot be created."""
-    path = output_dir.absolute()
-    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
-    if not nearest.is_dir():
-        return [f"{name}={output_dir}: {nearest} is not a folder; choose another place"]
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return [f"{name}={output_dir}: {nearest} is not writable; choose another place"]
-    return []
+    """Return a problem if no file can be created in `output_dir`."""
+    problem = folder_problem(output_dir)
+    return [f"{name}={output_dir}: {problem}; choose another place"] if problem else []

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,24 @@ class SequentialFile:
             os.close(fd)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Return why no file can be created in a folder, or if it does not exist, above it."""
+    there = nearest_existing(folder)
+    if not there.is_dir():
+        return f"{there} is not a folder"
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{there} cannot be written to ({error.strerror})"
+    return None
+
+
 def full_disk(error: OSError, nearby: Path) -> str | None:
     """Return which disk is full and what to do; None for any other error.
 
@@ -115,8 +134,8 @@ def full_disk(error: OSError, nearby: Path) -> str | None:
     if error.errno not in _FULL:
         return None
     path = nearby if error.filename is None else Path(os.fsdecode(error.filename))
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
-    mount = next(each for each in (there.resolve(), *there.resolve().parents) if each.is_mount())
+    there = nearest_existing(path.resolve())
+    mount = next(each for each in (there, *there.parents) if each.is_mount())
     free = shutil.disk_usage(there).free
     if error.filename is None and free > _FREE_BYTES:
         return f"a disk is full ({error.strerror}); see `df` and `df -i`, free space, and run again"
@@ -130,8 +149,7 @@ def full_disk(error: OSError, nearby: Path) -> str | None:
 
 def check_space(folder: Path, needed_bytes: int) -> str | None:
     """Return a problem if the disk of a folder has less than `needed_bytes` free."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(folder.resolve())).free
     if free >= needed_bytes:
         return None
     return (

@@ -3,10 +3,10 @@
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from foundations.files.disk import folder_problem, nearest_existing
 from launcher_scripts.configuration.schema import Config
 from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE
@@ -30,11 +30,6 @@ def problems_of_settings(config: Config) -> Iterator[str]:
         yield f"{LOG_LEVEL_VARIABLE}={level} is not a log level; use DEBUG, INFO or WARNING."
     yield from _variable_problems(config)
     yield from _folder_problems(config)
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
-    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
 
 
 def _variable_problems(config: Config) -> Iterator[str]:
@@ -64,12 +59,6 @@ def _folder_problems(config: Config) -> Iterator[str]:
         if there in checked or any(there.is_relative_to(each) for each in refused):
             continue
         checked.add(there)
-        objection = "" if there.is_dir() else "is not a folder"
-        try:
-            if not objection:
-                tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            objection = f"cannot be written to ({error.strerror})"
-        if objection:
+        if problem := folder_problem(there):
             refused.append(there)
-            yield f"{key}={path_text}: {there} {objection}; choose a folder of yours."
+            yield f"{key}={path_text}: {problem}; choose a folder of yours."

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher_scripts.configuration.checks import nearest_existing
+from foundations.files.disk import nearest_existing
 from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_limits import (
