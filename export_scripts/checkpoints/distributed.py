@@ -33,11 +33,11 @@ CORE_TABLE = "embedding.word_embeddings.weight"  # every model of megatron-core 
 # Names that are not the model's: the optimizer's, which repeat the model's after a prefix, and
 # Composer's random states and metrics.
 _TRAINING = re.compile(
-    r"^(?:(?:app|state)\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
+    r"^(?:(?:app|state|dcp)\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
     r"|^(?:state\.)?(?:rng|train_metrics|eval_metrics)\.|\._extra_state$"
 )
 # Prefixes of a model's tensors, from the saved state and from wrappers of the model.
-_WRAPPERS = re.compile(r"^(?:(?:app|state|model_state|state_dict|model|module)\.)+")
+_WRAPPERS = re.compile(r"^(?:(?:app|state|dcp|model_state|state_dict|model|module)\.)+")
 
 # Layers of equal shapes are stacked in one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")

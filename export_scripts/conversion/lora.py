@@ -159,6 +159,7 @@ class _Adapter:
     changes: tuple[_Change, ...]
     files: tuple[Path, ...]
     reader: object = None  # keeps unpacked files alive
+    assumption: str = ""
 
     def describe(self) -> str:
         """Return a remark on the merged adapter."""
@@ -168,7 +169,7 @@ class _Adapter:
         also = f", {replaced} tensors replaced" if replaced else ""
         return (
             f"took {len(updates)} low-rank updates of {self.path} "
-            f"(rank {', '.join(map(str, ranks))}{also})"
+            f"(rank {', '.join(map(str, ranks))}{also})" + self.assumption
         )
 
 
@@ -415,8 +416,10 @@ def _open_adapter(
     """
     if (path / PEFT_CONFIG).is_file():
         return _open_peft(path, base)
-    own_base = None if recognise_format(path) == "bridge" else base
+    own_base = None if recognise_format(path) in ("bridge", "torch_dcp") else base
     reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
+    if own := _own_factors(reader):
+        return _own_adapter(reader, own, base)
     problems: list[str] = []
     alpha = _alpha(path, reader, problems)
     # (names that a matrix may have, axis on which training ranks cut its first factor, part of its
@@ -572,21 +575,38 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
     Raises:
         CheckpointMismatchError: The model or that file is missing, or the adapter cannot be merged.
     """
-    names = {key: key.removeprefix(_PEFT_ROOT) for key in reader.tensors}
-    own = {key for key, name in names.items() if _PEFT_FACTOR.match(name)}
+    own = _own_factors(reader)
     if not own:
         return reader
-    own |= {key for key in names if _PEFT_TRAINED in key}
+    names = {key: key.removeprefix(_PEFT_ROOT) for key in reader.tensors}
+    if not any(map(_PEFT_KEPT.search, names)):
+        raise CheckpointMismatchError(
+            f"{reader.path} is an adapter without its model: convert its model, and name this as "
+            "its adapter (--lora, convert.lora_checkpoints)"
+        )
     plain = {
         _PEFT_KEPT.sub(".", name): reader.tensors[key]
         for key, name in names.items()
         if key not in own
     }
-    if not any(map(_PEFT_KEPT.search, names)):
-        raise CheckpointMismatchError(
-            f"{reader.path} is an adapter without its model: save it with save_pretrained of peft, "
-            "convert its model, and name the adapter's folder (--lora, convert.lora_checkpoints)"
-        )
+    adapter = _own_adapter(reader, own, reader)
+    merged = dataclasses.replace(reader, tensors=plain)
+    refuse(listed(_apply(adapter, plain, merged)))
+    return dataclasses.replace(
+        merged,
+        files=adapter.files,
+        remarks=(*reader.remarks, adapter.describe()),
+    )
+
+
+def _own_factors(reader: CheckpointReader) -> set[str]:
+    """Return the names of what PEFT has trained among a trainer's tensors."""
+    own = {key for key in reader.tensors if _PEFT_FACTOR.match(key.removeprefix(_PEFT_ROOT))}
+    return own | {key for key in reader.tensors if own and _PEFT_TRAINED in key}
+
+
+def _own_adapter(reader: CheckpointReader, own: set[str], base: CheckpointReader) -> _Adapter:
+    """Return the adapter that a trainer's checkpoint holds; a file nearby states its scale."""
     folder = reader.files[-1].parent
     places = [
         place / name for place in (reader.home, folder, folder.parent) for name in _PEFT_SCALES
@@ -599,13 +619,10 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
         )
     config = {"peft_type": "LORA", **json_file(where)}
     stored = {key: piece for key in own for piece in reader.tensors[key]}
-    adapter = _Adapter(where, tuple(_peft_changes(config, where, stored, reader)), (where,))
-    merged = dataclasses.replace(reader, tensors=plain)
-    refuse(listed(_apply(adapter, plain, merged)))
-    remarks = [*reader.remarks, adapter.describe()]
-    if where.name != PEFT_CONFIG:
-        remarks.append(f"{where} does not state use_rslora: taken as off")
-    return dataclasses.replace(merged, files=(*reader.files, where), remarks=tuple(remarks))
+    changes = tuple(_peft_changes(config, where, stored, base))
+    assumed = "" if where.name == PEFT_CONFIG else "; it does not state use_rslora: taken as off"
+    files = tuple(dict.fromkeys((*reader.files, where)))
+    return _Adapter(where, changes, files, reader, assumed)
 
 
 def _peft_changes(

@@ -151,6 +151,12 @@ def slime(folder: Path, tensors: Tensors, model: Path) -> Path:
     return folder
 
 
+def areal(folder: Path, tensors: Tensors, model: Path) -> Path:
+    save_alone(folder, {"dcp": {"model": tensors, "optim": optimizer(tensors)}})
+    copy_settings(model, folder)
+    return folder
+
+
 def lightning(folder: Path, tensors: Tensors, model: Path) -> Path:
     """A folder that is called like the file of a checkpoint, as Lightning's strategies save it."""
     wrapped = {f"model.{name}": tensor for name, tensor in tensors.items()}
@@ -217,6 +223,7 @@ def core_without_arguments(model: Path, folder: Path) -> None:
         automodel,
         automodel_run,
         slime,
+        areal,
         lightning,
         composer,
         chunks,
@@ -290,7 +297,7 @@ def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, 
 
 
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_names_and_rows_of_torchtitan_become_the_model_s(
     tmp_path: Path, kind: str, older: bool
 ) -> None:

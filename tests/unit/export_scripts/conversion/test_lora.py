@@ -133,16 +133,25 @@ def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path: Path) -> N
     assert_same(converted("out"), shards(merged, tmp_path / "expected"))
 
 
-def test_an_adapter_without_its_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_without_its_model_is_named_as_an_adapter(tmp_path: Path) -> None:
+    """As verl saves it with save_lora_only."""
     base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    torch.save(tensors, tmp_path / "adapter.pt")
-    request = ConversionRequest(
-        tmp_path / "adapter.pt", tmp_path / "out", 1, "fp32", model_config=base
+    adapter = write_peft(
+        tmp_path / "adapter", base, r=4, lora_alpha=7, target_modules=ALL_LLAMA[:4]
     )
-    with pytest.raises(CheckpointMismatchError, match="is an adapter without its model"):
-        convert(request)
+    run = tmp_path / "actor"
+    (run / "huggingface").mkdir(parents=True)
+    shutil.copy(base / "config.json", run / "huggingface")
+    whole = shutil.copytree(run, tmp_path / "whole")
+    state = {name: each for name, each in tuned_in_place(base, adapter).items() if "lora_" in name}
+    torch.save(state, run / "model_world_size_1_rank_0.pt")
+    assert "is an adapter without its model" in refusal(run, tmp_path / "refused")
+    assert "no adapter_config.json, which states" in refusal(base, tmp_path / "refused", run)
+    (run / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 7}')
+    torch.save({"model.norm.weight": torch.ones(3)}, whole / "model_world_size_1_rank_0.pt")
+    assert "holds norm.weight, no factors of LoRA" in refusal(base, tmp_path / "no", whole)
+    merged = merge_by_peft(base, tmp_path / "merged", adapter)
+    assert_same(shards(base, tmp_path / "out", run), shards(merged, tmp_path / "expected"))
 
 
 PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
