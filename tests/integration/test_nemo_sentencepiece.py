@@ -35,7 +35,9 @@ def write_checkpoint(folder: Path) -> Path:
     return write_tar(archive, members)
 
 
-def test_archive_with_sentencepiece_is_converted_served_and_measured(tmp_path: Path) -> None:
+def test_archive_with_sentencepiece_is_converted_served_and_breaches_its_bound(
+    tmp_path: Path,
+) -> None:
     archive = write_checkpoint(tmp_path)
     data = tmp_path / "passages.jsonl"
     passages = ["the quick brown fox jumps over the lazy dog", "the cook lit the lamp"]
@@ -48,9 +50,11 @@ def test_archive_with_sentencepiece_is_converted_served_and_measured(tmp_path: P
         "export.triton_deployment.data_type=fp32", "export.triton_deployment.max_batch_size=4",
         f"evaluate.lambada.data_path={data}", "evaluate.latency.shapes=[8+4]",
         "evaluate.latency.concurrencies=[1]", "evaluate.latency.requests=2", *FREE_PORTS,
+        "evaluate.gate.lambada_perplexity.max=1.01",
     )  # fmt: skip
     text = finish(command, timeout_s=240)
-    assert command.returncode == 0, text
+    assert command.returncode == 3, text
+    assert "breaches max 1.01" in text
     assert f"using {archive} in it" in text
     (report_path,) = results.glob("spm/*/results/evaluate/report.json")
     report = json.loads(report_path.read_text())

@@ -148,16 +148,3 @@ def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
     assert status == 0
     assert text.count("finished at") >= 3
     assert "not needed: the evaluation is finished" in text
-
-
-@pytest.mark.triton
-def test_breached_bound_fails_the_command_with_its_own_status(tmp_path: Path) -> None:
-    status, text = run(
-        tmp_path, "stages=[evaluate]", *FREE_PORTS, *SMALL, *ONE_RANK,
-        "evaluate.gate.lambada_last_token.min=1.01",
-    )  # fmt: skip
-    assert status == 3, text
-    assert "lambada_last_token" in text
-    assert "breaches min 1.01" in text
-    results = export_dir(tmp_path, "tp1_pp1_fp16_fp32") / "results"
-    assert (results / "evaluate" / "report.json").is_file()

@@ -187,7 +187,11 @@ def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param("the server", marks=pytest.mark.long), "tritonserver", "deferred"]
+    "which",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("the server", "deferred")),
+        "tritonserver",
+    ],
 )
 def test_stopped_process_is_a_failure_and_one_that_is_stopped_for_a_moment_is_none(
     server: ModelServer, which: str
@@ -352,6 +356,7 @@ def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
     until(lambda: any("the server failed: process" in line for line in lines), "the reason")
 
 
+@pytest.mark.long  # our own server does in tests/integration/test_own_server.py
 def test_server_without_a_stage_ends_in_order_at_a_signal(tmp_path: Path) -> None:
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     command, address, lines = served_alone(repository)

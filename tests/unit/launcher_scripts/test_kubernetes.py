@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -81,6 +79,8 @@ def render(tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str])
 
 
 def valid(found: dict[str, Any]) -> None:
+    import kubernetes_validate  # takes seconds
+
     kubernetes_validate.validate(found, "1.30", strict=True)
 
 
@@ -160,6 +160,8 @@ def test_other_servers_than_vllm_on_one_node_have_no_manifests(
 
 
 def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
+    import jsonschema
+
     group, service = render(*CLAIM, *TWO_NODES)
     jsonschema.validate(group, LEADER_WORKER_SET)
     valid(service)
