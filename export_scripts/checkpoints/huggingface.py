@@ -45,11 +45,12 @@ TIED_TABLES = (
     "predictions.decoder.bias",
 )  # fmt: skip
 
-# (single file, index of shards, pattern of shards without an index), in order of preference.
+# (single file, pattern of shards without an index), in order of preference.
 _WEIGHTS = (
-    ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
-    ("model.bin", "model.bin.index.json", "model*.bin"),  # torchtune
+    ("model.safetensors", "model*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model*.bin"),
+    ("model.bin", "model*.bin"),  # torchtune
+    ("lit_model.pth", "lit_model.pth"),  # LitGPT
 )
 
 # Suffixes of a file that holds a whole model, as accelerate and Lightning save it.
@@ -112,7 +113,7 @@ def _may_hold_tensors(path: Path) -> bool:
 def _has_weights(path: Path) -> bool:
     return any(
         file.is_file() and not is_rank_file(file)
-        for *_, pattern in _WEIGHTS
+        for _, pattern in _WEIGHTS
         for file in path.glob(pattern)
     )
 
@@ -227,11 +228,11 @@ def _weight_files(
     """
     if path.is_file():
         return [path], {}, {}, []
-    for single, index, pattern in _WEIGHTS:
+    for single, pattern in _WEIGHTS:
         if (path / single).is_file():
             return [path / single], {}, {}, []
-        if (path / index).is_file():
-            named, facts, problems = _indexed_files(path / index)
+        if (index := path / f"{single}.index.json").is_file():
+            named, facts, problems = _indexed_files(index)
             present = [path / name for name in sorted(set(named.values()))]
             return present, without_wrappers(named), facts, problems
         # Reading a named pipe would block.

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +28,8 @@ from export_scripts.checkpoints.base import (
     json_file,
     json_table,
     read_name,
+    read_small,
+    yaml_table,
 )
 from export_scripts.checkpoints.chunks import (
     ChunkedTensor,
@@ -47,14 +51,13 @@ from export_scripts.checkpoints.partitioned import renamed
 from export_scripts.checkpoints.rank_files import (
     ZERO_LATEST,
     ZERO_STATES,
-    Reshaped,
     is_rank_file,
     rank_tensors,
     zero_tensors,
 )
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Fields
+from foundations.files.json_content import Fields, Table, dotted
 from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
@@ -230,13 +233,13 @@ def _whole(chunks: Mapping[ChunkOffset, StoredTensor]) -> ChunkedTensor:
 
 
 # Projections whose rows follow the rotary embedding, and the settings of their number of heads.
-_ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.")
+_ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(?!lora_A)")
 _HEADS = {
     "q": ("num_attention_heads",),
     "k": ("num_key_value_heads", "num_attention_heads"),
 }
 _EXPERT = "{}"  # stands for the expert's number if a tensor holds all experts of a layer
-_TWO_NAMES = re.compile(r"\{(\w+),(\w+)\}")  # names of two tensors that are stored as one
+_JOINED = re.compile(r"\{(\w+(?:,\w+)+)\}")  # names of two or three tensors that are stored as one
 _IN_MEMORY = "transformers"  # transformers' names in memory, which no tensor identifies
 
 
@@ -245,29 +248,33 @@ def _trainers() -> Mapping[str, Any]:
     return cast(Mapping[str, Any], read_table(Path(__file__).with_name("trainer_names.yaml")))
 
 
-def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
+def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> CheckpointReader:
     """Return a model with transformers' names and order of rows in place of a trainer's.
 
+    `trainer_name` is the trainer's if its tensors do not identify it, as those of an adapter.
+
     Raises:
-        CheckpointMismatchError: The names of this model are not known, or it has a tensor that
-            transformers' model cannot use.
+        CheckpointMismatchError: The names of this model are not known, its settings contradict
+            the trainer's, or it has a tensor that transformers' model cannot use.
     """
     tensors = reader.tensors
     trainers, kind = _trainers(), str(reader.config.get("model_type"))
-    named = (name for name, trainer in trainers.items() if trainer.get("has") in tensors)
-    name = next(named, _IN_MEMORY)
+    named = (name for name, each in trainers.items() if not tensors.keys().isdisjoint(each["has"]))
+    name = trainer_name or next(named, _IN_MEMORY)
     trainer = trainers[name]
-    if kind not in (models := trainer["models"]):
+    order = trainer["models"].get(kind)
+    if not isinstance(order, list):
         if name == _IN_MEMORY:
             return reader
+        known = [model for model, rows in trainer["models"].items() if isinstance(rows, list)]
         raise CheckpointMismatchError(
             f"{reader.home}: {name}'s names with model_type = {kind!r:.100}: known are "
-            f"{', '.join(models)}; {trainer['others']}"
+            f"{', '.join(known)}; {order or trainer['others']}"
         )
     names = (*trainer.get("own", {}).get(kind, ()), *trainer["names"])
     zeros = trainer.get("zeros", {})
-    found: Tensors = {}
-    problems: list[str] = []
+    found: dict[str, Piece] = {}
+    problems = _contradictions(reader, trainer)
     maps = FileMaps()
     for theirs, (piece,) in tensors.items():
         if any(re.search(form, theirs) for form in trainer.get("left_out", ())):
@@ -281,26 +288,76 @@ def in_huggingface_names(reader: CheckpointReader) -> CheckpointReader:
             whole = chunked(piece)
             for number in range(whole.shape[0]):
                 (expert,) = whole.select(number).pieces
-                found |= _parts(ours.replace(_EXPERT, str(number)), expert)
-            continue
-        if (match := _ROTATED.search(ours)) and match[1] in models[kind]:
-            heads = [reader.config.get(key) for key in _HEADS[match[1]]]
-            piece = _in_halves(ours, piece, next(filter(None, heads), None))
-        found[ours] = (piece,)
+                found |= _parts(ours.replace(_EXPERT, str(number)), expert, reader)
+        else:
+            found |= _parts(ours, piece, reader)
+    for ours, piece in found.items():
+        if (match := _ROTATED.search(ours)) and match[1] in order:
+            found[ours] = _in_halves(ours, piece, _heads(reader, match[1]))
     refuse(listed(problems))
-    return dataclasses.replace(reader, tensors=found)
+    return dataclasses.replace(reader, tensors={ours: (piece,) for ours, piece in found.items()})
 
 
-def _parts(name: str, rows: Piece) -> Tensors:
-    """Return a tensor by name, or the two that its rows hold."""
-    match = _TWO_NAMES.search(name)
-    if match is None or rows.shape[0] % 2:
-        return {name: (rows,)}
-    shape = (2, rows.shape[0] // 2, *rows.shape[1:])
-    both = ComputedPiece(rows.dtype, shape, rows.stored, Reshaped(rows, shape))
+def _heads(reader: CheckpointReader, projection: str) -> Any:
+    """Return the number of heads of queries or keys, as config.json states it."""
+    return next(filter(None, map(reader.config.get, _HEADS[projection])), None)
+
+
+def _contradictions(reader: CheckpointReader, trainer: Table) -> list[str]:
+    """Return a problem for each of the trainer's own settings that config.json contradicts."""
+    problems: list[str] = []
+    folder = reader.path.parent if reader.path.is_file() else reader.path
+    ours = dotted(reader.config)
+    for name, settings in trainer.get("settings", {}).items():
+        file = folder / name
+        if not file.is_file():
+            continue
+        theirs = dotted(yaml_table(read_small(file), file))
+        for key, (expected, *places) in settings.items():
+            wanted = next(filter(None, map(ours.get, places)), expected)
+            stated = theirs.get(key) or None
+            if stated != wanted and not (stated is None and key in trainer["may_lack"]):
+                problems.append(
+                    f"{file}: {key} = {stated!r:.100}; expected {wanted!r:.100}"
+                    + (f", {places[0]} of {reader.home / CONFIG_NAME}" if places else "")
+                    + f": take the {CONFIG_NAME} of the model that was trained"
+                )
+    return problems
+
+
+def _parts(name: str, rows: Piece, reader: CheckpointReader) -> dict[str, Piece]:
+    """Return a tensor by name, or those that its rows hold."""
+    match = _JOINED.search(name)
+    if match is None:
+        return {name: rows}
+    parts = match[1].split(",")
+    counts = [1, 1] if len(parts) == 2 else [_heads(reader, key) for key in "qkk"]
+    if any(type(count) is not int or count < 1 for count in counts) or rows.shape[0] % sum(counts):
+        return {name: rows}
+    size = rows.shape[0] // sum(counts)
+    ends = itertools.accumulate(count * size for count in counts)
     return {
-        name.replace(match[0], part): (both.select(n),) for n, part in enumerate(match.groups())
+        name.replace(match[0], part): ComputedPiece(
+            rows.dtype,
+            (count * size, *rows.shape[1:]),
+            rows.stored,
+            _Rows(rows, end - count * size, end),
+        )
+        for part, count, end in zip(parts, counts, ends, strict=True)
     }
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a tensor, as a function."""
+
+    values: Piece
+    first: int
+    end: int
+
+    def __call__(self, maps: FileMaps) -> Any:
+        """Return the rows."""
+        return self.values.load(maps)[self.first : self.end]
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:

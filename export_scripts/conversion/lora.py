@@ -39,6 +39,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
 from export_scripts.checkpoints.quantized import known_settings
+from export_scripts.checkpoints.sharded_huggingface import in_huggingface_names
 from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
 from foundations.files.json_content import Table
@@ -56,6 +57,14 @@ _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 _PEFT_SCALES = (PEFT_CONFIG, f"lora_adapter/{PEFT_CONFIG}", "lora_train_meta.json")
 _PEFT_ROOT = "base_model.model."
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# An adapter as torchtune trained it. torchtune (0.6.1) also writes it as PEFT's, but with the rows
+# of a Qwen2's queries and keys in another order, DoRA's magnitudes in its own, and no use_dora.
+TORCHTUNE_WEIGHTS = "adapter_model.pt"
+_TORCHTUNE_SETTINGS = {
+    "r", "lora_alpha", "target_modules", "peft_type", "base_model_name_or_path", "use_dora",
+}  # fmt: skip
+# The experts and routers of axolotl's MixLoRA, without which the adapter is another model.
+_MIXLORA_WEIGHTS = "mixlora_model.safetensors"
 
 # Values of init_lora_weights that do not change the model's own weights.
 _PEFT_INITS = (True, False, "gaussian", "eva", "orthogonal")
@@ -414,8 +423,15 @@ def _open_adapter(
         CheckpointMismatchError: The adapter is damaged, or cannot be merged.
         ValueError: The path is not an adapter.
     """
-    if (path / PEFT_CONFIG).is_file():
-        return _open_peft(path, base)
+    # AutoModel saves an adapter in model/.
+    for folder in (path, path / "model"):
+        if (folder / PEFT_CONFIG).is_file():
+            return _open_peft(folder, base)
+    if path.is_dir() and any(path.glob("adapter_model.*")):
+        raise ValueError(
+            f"{path} lacks {PEFT_CONFIG}, which states the adapter's scale: copy it, "
+            "or write it with peft_type, r and lora_alpha"
+        )
     own_base = None if recognise_format(path) in ("bridge", "torch_dcp") else base
     reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
     if own := _own_factors(reader):
@@ -557,14 +573,38 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
 
 
 def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
-    config = json_file(path / PEFT_CONFIG)
-    weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
+    where = path / PEFT_CONFIG
+    config = json_file(where)
+    names = (TORCHTUNE_WEIGHTS, *_PEFT_WEIGHTS)
+    weights = next((path / name for name in names if (path / name).is_file()), None)
     if weights is None:
-        problems = peft_problems(config, path / PEFT_CONFIG)
+        problems = peft_problems(config, where)
         problems.append(f"{path} has no weights; expected {' or '.join(_PEFT_WEIGHTS)}")
         raise CheckpointMismatchError(listed(problems))
-    changes = _peft_changes(config, path / PEFT_CONFIG, index_tensors(weights), base)
-    return _Adapter(path, tuple(changes), (path / PEFT_CONFIG, weights))
+    if (path / _MIXLORA_WEIGHTS).is_file():
+        raise CheckpointMismatchError(
+            f"{path / _MIXLORA_WEIGHTS} makes each MLP a mixture of LoRA experts, which cannot be "
+            "merged: serve the model with axolotl"
+        )
+    stored: Mapping[str, Piece] = index_tensors(weights)
+    if weights.name == TORCHTUNE_WEIGHTS:
+        theirs = {name: (piece,) for name, piece in stored.items()}
+        ours = in_huggingface_names(dataclasses.replace(base, tensors=theirs), "torchtune").tensors
+        stored = {name: piece for name, (piece,) in ours.items()}
+        config = {**config, "use_dora": _has_magnitudes(stored)}
+    elif config.keys() <= _TORCHTUNE_SETTINGS and (
+        base.config.get("model_type") == "qwen2" or _has_magnitudes(stored)
+    ):
+        raise CheckpointMismatchError(
+            f"{where} only has settings that torchtune writes, which stores rows of a Qwen2's or "
+            f"DoRA's adapter in another order: copy its {TORCHTUNE_WEIGHTS}, too; if another "
+            'program wrote it, add "bias": "none"'
+        )
+    return _Adapter(path, tuple(_peft_changes(config, where, stored, base)), (where, weights))
+
+
+def _has_magnitudes(names: Iterable[str]) -> bool:
+    return any("lora_magnitude" in name for name in names)
 
 
 def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
@@ -579,16 +619,17 @@ def with_own_adapter(reader: CheckpointReader) -> CheckpointReader:
     if not own:
         return reader
     names = {key: key.removeprefix(_PEFT_ROOT) for key in reader.tensors}
-    if not any(map(_PEFT_KEPT.search, names)):
-        raise CheckpointMismatchError(
-            f"{reader.path} is an adapter without its model: convert its model, and name this as "
-            "its adapter (--lora, convert.lora_checkpoints)"
-        )
     plain = {
         _PEFT_KEPT.sub(".", name): reader.tensors[key]
         for key, name in names.items()
         if key not in own
     }
+    factors = filter(None, map(_PEFT_FACTOR.match, names.values()))
+    if not any(f"{match['module']}.weight" in plain for match in factors):
+        raise CheckpointMismatchError(
+            f"{reader.path} is an adapter without its model: convert its model, and name this as "
+            "its adapter (--lora, convert.lora_checkpoints)"
+        )
     adapter = _own_adapter(reader, own, reader)
     merged = dataclasses.replace(reader, tensors=plain)
     refuse(listed(_apply(adapter, plain, merged)))
@@ -615,7 +656,8 @@ def _own_adapter(reader: CheckpointReader, own: set[str], base: CheckpointReader
     if where is None:
         raise CheckpointMismatchError(
             f"{reader.path} holds an adapter that is not merged ({first_names(sorted(own))}), but "
-            f"no {PEFT_CONFIG}, which states its scale: copy it into {folder}"
+            f"no {PEFT_CONFIG}, which states its scale: copy it into {folder}, or write it with "
+            "peft_type, r and lora_alpha"
         )
     config = {"peft_type": "LORA", **json_file(where)}
     stored = {key: piece for key in own for piece in reader.tensors[key]}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece
 from export_scripts.conversion.huggingface import copied_tensor, plan_huggingface, weights_file
-from export_scripts.conversion.lora import Sum, Update
+from export_scripts.conversion.lora import TORCHTUNE_WEIGHTS, Sum, Update
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import PEFT_CONFIG
 from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
@@ -105,7 +105,7 @@ def plan_peft(source: ConversionPlan) -> ConversionPlan:
             matrices has the adapter's effect; every reason is listed.
     """
     (path,) = source.request.lora_checkpoints
-    if (path / PEFT_CONFIG).is_file():
+    if (path / PEFT_CONFIG).is_file() and not (path / TORCHTUNE_WEIGHTS).is_file():
         refuse([f"{path} holds {PEFT_CONFIG}: it is a PEFT folder already; serve it as it is"])
     folder = plan_huggingface(source)
     written = [tensor for (file,) in folder.files for tensor in file.tensors]
@@ -193,6 +193,8 @@ class _Follower:
         }
         if not sums:
             return None
+        if any(total.update.magnitude for total in sums.values()):
+            return "an update of DoRA, which is only merged"
         if any(item.tensor.name in _TABLES for item in tensor.items):
             return "an update of the embedding, which is not supported"
         if len(tensor.shape) != 2 or not tensor.key.endswith(_WEIGHT):

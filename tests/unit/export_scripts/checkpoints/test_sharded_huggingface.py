@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -352,6 +353,15 @@ def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: P
     assert "which 5 heads do not divide" in refusal(folder, tmp_path)
 
 
+def test_torchtune_s_gemma_2_is_refused_as_another_model(tmp_path: Path) -> None:
+    model = write_model("gemma2", tmp_path / "model")
+    tensors = renamed(read_tensors(model), TUNE | {"norm.scale": "norm.rms_norm.scale"})
+    folder = tmp_path / "epoch_0"
+    save_alone(folder, tensors)
+    copy_settings(model, folder)
+    assert "it exchanges the norms before and after the MLP" in refusal(folder, tmp_path)
+
+
 # torchtune, models/convert_weights.py.
 TUNE = {
     "model.embed_tokens.": "tok_embeddings.", "model.norm.weight": "norm.scale",
@@ -359,6 +369,19 @@ TUNE = {
     "self_attn.": "attn.", "mlp.gate_proj": "mlp.w1", "mlp.up_proj": "mlp.w3",
     "mlp.down_proj": "mlp.w2", "input_layernorm.weight": "sa_norm.scale",
     "post_attention_layernorm.weight": "mlp_norm.scale",
+}  # fmt: skip
+# LitGPT, scripts/convert_hf_checkpoint.py. A Gemma 2 has two norms more.
+LIT = {
+    "model.embed_tokens.": "transformer.wte.", "model.norm.": "transformer.ln_f.",
+    "model.layers.": "transformer.h.", "self_attn.o_proj": "attn.proj", "self_attn.": "attn.",
+    "mlp.gate_proj": "mlp.fc_1", "mlp.up_proj": "mlp.fc_2", "mlp.down_proj": "mlp.proj",
+    "block_sparse_moe": "mlp", ".w1.": ".fc_1.", ".w2.": ".proj.", ".w3.": ".fc_2.",
+    "input_layernorm": "norm_1",
+}  # fmt: skip
+LIT_NORMS = {"post_attention_layernorm": "norm_2"}
+LIT_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "norm_2",
+    "post_feedforward_layernorm": "post_mlp_norm",
 }  # fmt: skip
 # OLMo-core, nn/hf/convert.py; of an OLMo 2, whose norms come after.
 OLMO = {
@@ -398,6 +421,53 @@ def test_names_and_rows_of_torchtune_become_the_model_s(
         save_alone(folder, {"model": tensors, "optimizer": optimizer(tensors), "seed": 3})
     copy_settings(model, folder)
     assert converted(folder, tmp_path / "out") == converted(model, tmp_path / "expected")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path: Path) -> None:
+    """Its settings must be those of config.json, which it copies from where the tokenizer was."""
+    model = write_model(kind, tmp_path / "model")
+    whole = read_tensors(model)
+    config = json.loads((model / "config.json").read_text())
+    joined = {}
+    for name, tensor in whole.items():
+        if "self_attn.q_proj" in name:
+            parts = [whole[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            joined[name.replace("q_proj", "qkv")] = torch.cat(parts)
+        elif "k_proj" not in name and "v_proj" not in name:
+            joined[name] = tensor
+    norms = LIT_GEMMA_NORMS if kind == "gemma2" else LIT_NORMS
+    tensors = renamed(joined, LIT | norms)
+    tensors.setdefault("lm_head.weight", tensors["transformer.wte.weight"])
+    folder = tmp_path / "final"
+    folder.mkdir()
+    torch.save({"model": tensors, "step_count": 3}, folder / "lit_model.pth")
+    copy_settings(model, folder)
+    settings = {
+        "n_head": 4, "norm_eps": config["rms_norm_eps"], "rotary_percentage": 1.0,
+        "rope_base": int(config["rope_parameters"]["rope_theta"]), "rope_adjustments": None,
+        "rope_condense_ratio": 1, "parallel_residual": False, "norm_class_name": "RMSNorm",
+        "attention_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention_scores_scalar": config.get("query_pre_attn_scalar"),
+        "n_expert_per_token": config.get("num_experts_per_tok", 0),
+    }  # fmt: skip
+    own = folder / "model_config.yaml"
+    own.write_text(yaml.safe_dump(settings))
+
+    def folder_of(source: Path, out: str) -> dict[str, bytes]:
+        written = converted_to(source, tmp_path / out, output_format="huggingface", for_text=False)
+        return contents(written)
+
+    assert folder_of(folder, "out") == folder_of(model, "expected")
+    settings |= {"rope_base": 7, "rope_adjustments": {"factor": 8.0}}
+    own.write_text(yaml.safe_dump(settings))
+    text = refusal(folder, tmp_path / "refused")
+    assert "rope_base = 7; expected " in text
+    assert "rope_adjustments.factor = 8.0; expected None, rope_scaling.factor of " in text
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
+    text = refusal(folder, tmp_path / "refused")
+    assert "convert it with `litgpt convert_from_litgpt" in text
 
 
 def test_names_of_olmo_core_become_the_model_s(

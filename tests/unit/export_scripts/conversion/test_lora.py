@@ -34,6 +34,11 @@ from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_megatron_core import CORE, core_state, write_core
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, run_config, write_bridge
+from tests.unit.export_scripts.checkpoints.test_sharded_huggingface import (
+    TUNE,
+    renamed,
+    turned_rows,
+)
 
 Tensors = dict[str, torch.Tensor]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -310,6 +315,47 @@ def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
     assert "truncated" in refusal(base, tmp_path / "out", adapter)
     file.unlink()
     assert "has no weights" in refusal(base, tmp_path / "out", adapter)
+    torch.save(whole, adapter / "adapter_model.bin")
+    (adapter / "mixlora_model.safetensors").touch()
+    assert "a mixture of LoRA experts" in refusal(base, tmp_path / "out", adapter)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use_dora"), [("llama", True), ("mistral", False), ("qwen2", False)]
+)
+def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
+    kind: str, use_dora: bool, tmp_path: Path
+) -> None:
+    """Torchtune's conversion changes the order of a Qwen2's rows, and leaves out use_dora."""
+    base = write_model(kind, tmp_path / "base")
+    adapter = write_peft(
+        tmp_path / "adapter", base, r=4, target_modules=[*ALL_LLAMA, "lm_head"], use_dora=use_dora
+    )
+    expected = shards(merge_by_peft(base, tmp_path / "merged", adapter), tmp_path / "expected")
+    heads = {} if kind == "qwen2" else {"q": 4, "k": 2}
+    ours = load_file(adapter / "adapter_model.safetensors")
+    own = {}
+    for name, tensor in ours.items():
+        turned = {} if "lora_A" in name else heads
+        ((_, rows),) = turned_rows({name: tensor.reshape(len(tensor), -1)}, turned)
+        own[name.removeprefix("base_model.model.")] = rows.reshape(tensor.shape)
+    names = {"lora_A": "lora_a", "lora_B": "lora_b", "lora_magnitude_vector": "magnitude"}
+    torch.save(renamed(own, TUNE | names), adapter / "adapter_model.pt")
+    plain = {name: tensor.flip(0) for name, tensor in ours.items()}
+    save_file(plain, adapter / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ALL_LLAMA}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    # AutoModel's folder has an adapter in model/.
+    (tmp_path / "epoch_0").mkdir()
+    adapter.rename(tmp_path / "epoch_0" / "model")
+    assert_same(shards(base, tmp_path / "out", tmp_path / "epoch_0"), expected)
+    adapter = tmp_path / "epoch_0" / "model"
+    (adapter / "adapter_model.pt").unlink()
+    if use_dora or kind == "qwen2":
+        assert "copy its adapter_model.pt" in refusal(base, tmp_path / "refused", adapter)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=r"lacks adapter_config\.json, which states"):
+        shards(base, tmp_path / "refused", adapter)
 
 
 def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) -> None:
