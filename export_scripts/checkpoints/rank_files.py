@@ -235,22 +235,14 @@ _ZERO_EXPERTS = "layer_*_expert_*_mp_rank_*_model_states.pt"
 
 
 @dataclass(frozen=True)
-class Reshaped:
-    """A tensor's values in another shape, as a function."""
-
-    values: Piece
-    shape: Shape
-
-    def __call__(self, maps: FileMaps) -> Any:
-        """Return the reshaped values."""
-        return self.values.load(maps).reshape(self.shape)
-
-
-@dataclass(frozen=True)
 class _Unflattened(ComputedPiece):
     """A flat tensor's values in another shape; a part can be read without the rest."""
 
     flat: ChunkedTensor
+
+    def load(self, maps: FileMaps) -> Any:
+        """Return the values in the other shape."""
+        return self.compute(maps).reshape(self.shape)
 
     def select(self, index: int) -> ComputedPiece:
         """Return the values at `index` of the first axis; nothing is read."""
@@ -265,7 +257,7 @@ class _Unflattened(ComputedPiece):
 
 
 def _unflattened(flat: ChunkedTensor, shape: Shape) -> ComputedPiece:
-    return _Unflattened(flat.dtype, shape, flat.stored, Reshaped(flat, shape), flat)
+    return _Unflattened(flat.dtype, shape, flat.stored, flat.load, flat)
 
 
 def _range(values: StoredTensor, first: int, end: int) -> StoredTensor:

@@ -14,7 +14,6 @@ import itertools
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -330,34 +329,22 @@ def _parts(name: str, rows: Piece, reader: CheckpointReader) -> dict[str, Piece]
     match = _JOINED.search(name)
     if match is None:
         return {name: rows}
-    parts = match[1].split(",")
-    counts = [1, 1] if len(parts) == 2 else [_heads(reader, key) for key in "qkk"]
+    names = match[1].split(",")
+    counts = [1, 1] if len(names) == 2 else [_heads(reader, key) for key in "qkk"]
     if any(type(count) is not int or count < 1 for count in counts) or rows.shape[0] % sum(counts):
         return {name: rows}
     size = rows.shape[0] // sum(counts)
     ends = itertools.accumulate(count * size for count in counts)
     return {
-        name.replace(match[0], part): ComputedPiece(
-            rows.dtype,
-            (count * size, *rows.shape[1:]),
-            rows.stored,
-            _Rows(rows, end - count * size, end),
-        )
-        for part, count, end in zip(parts, counts, ends, strict=True)
+        name.replace(match[0], part): _range(rows, end - count * size, end)
+        for part, count, end in zip(names, counts, ends, strict=True)
     }
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of a tensor, as a function."""
-
-    values: Piece
-    first: int
-    end: int
-
-    def __call__(self, maps: FileMaps) -> Any:
-        """Return the rows."""
-        return self.values.load(maps)[self.first : self.end]
+def _range(rows: Piece, first: int, end: int) -> Piece:
+    """Return a tensor's rows from `first` to before `end`."""
+    shape = (end - first, *rows.shape[1:])
+    return ComputedPiece(rows.dtype, shape, rows.stored, lambda maps: rows.load(maps)[first:end])
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,28 +65,25 @@ class _Module:
     def pieces(self, rank: int, scale: float) -> Iterator[tuple[str, Piece]]:
         """Yield (name, values) of the factors, padded to `rank`, for a common `scale`."""
         inputs = tuple(stored for share in self.shares for stored in share.update.stored)
-        ends = [0, *itertools.accumulate(share.update.rank for share in self.shares)]
+        padding = (0, rank - self.rank)
 
         def first(maps: FileMaps) -> Array:
             import numpy as np
 
-            whole = np.zeros((rank, self.shape[1]), np.float32)
-            for begin, share in zip(ends, self.shares, strict=False):
-                values = share.update.first_factor(maps)[:, share.columns]
-                whole[begin : begin + len(values)] = values
-            return whole
+            parts = [share.update.first_factor(maps)[:, share.columns] for share in self.shares]
+            return np.pad(np.concatenate(parts), (padding, (0, 0)))
 
         def second(maps: FileMaps) -> Array:
             import numpy as np
 
-            whole = np.zeros((self.shape[0], rank), np.float32)
-            for begin, share in zip(ends, self.shares, strict=False):
+            parts = []
+            for share in self.shares:
                 values = share.update.second_factor(maps, share.halves)[share.rows]
                 values[share.rows < 0] = 0
                 if share.update.scale != scale:
                     values = values * np.float32(share.update.scale / scale)
-                whole[:, begin : begin + share.update.rank] = values
-            return whole
+                parts.append(values)
+            return np.pad(np.concatenate(parts, 1), ((0, 0), padding))
 
         for side, compute, shape in (
             ("A", first, (rank, self.shape[1])),
