@@ -1,11 +1,11 @@
 """Check the options of an evaluation before anything runs."""
 
-import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from foundations.files.disk import folder_problem
 from foundations.suggest import did_you_mean
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import (
@@ -112,8 +112,7 @@ def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
     path = Path(options.baseline_path)
     if options.baseline == "update":
-        folder = next(each for each in path.absolute().parents if each.exists())
-        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not path.is_dir():
+        if not (path.is_dir() or folder_problem(path.parent)):
             return []
         return [
             f"evaluate.baseline_path={path} cannot be written; name a file in a folder of yours."
