@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+import shlex
 import signal
 import socket
 import time
@@ -206,7 +207,8 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
         verb = "waits"
     return (
         f"{job.stage}: {name}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
-        f"action=cancel run_dir={results_dir}, or choose another export.run.results_dir."
+        f"action=cancel {shlex.quote(f'run_dir={results_dir}')}, or choose another "
+        "export.run.results_dir."
     )
 
 

@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _speak_utf8()
     restrict_umask()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(signum, signal.default_int_handler)  # handled like Ctrl-C
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

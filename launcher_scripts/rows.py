@@ -5,7 +5,6 @@ All runs are checked before the first one starts.
 
 import functools
 import shlex
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -200,10 +199,6 @@ def execute(
         if runs[0].only_renders:
             return EXIT_OK
         record_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP.
-            if signum == signal.SIGTERM or signal.getsignal(signum) != signal.SIG_IGN:
-                signal.signal(signum, signal.default_int_handler)  # handled like Ctrl-C
         return start(runs, console)
     except OSError as error:
         error.filename = error.filename or str(config.results_dir)

@@ -28,8 +28,8 @@ from launcher_scripts.console import Console
 from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
+from launcher_scripts.main import main
 from launcher_scripts.pipeline import PlannedStage
-from launcher_scripts.rows import execute
 from launcher_scripts.run import Run
 from stages import record
 from stages.base import Stage
@@ -198,7 +198,9 @@ def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> N
     found = read_job(tmp_path, "write")
     assert found is not None
     assert found.state == "submitted"
-    assert str(os.getpid()) in (live_job_problem(found, tmp_path) or "")
+    said = live_job_problem(found, Path("/a b")) or ""
+    assert str(os.getpid()) in said
+    assert "end it with action=cancel 'run_dir=/a b', or" in said  # as a shell takes it
 
 
 def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(
@@ -384,20 +386,20 @@ def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_command_that_nohup_starts_outlives_its_terminal(
-    before: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+def test_every_command_ends_by_signals_as_by_ctrl_c_unless_nohup_started_it(
+    before: signal.Handlers,
 ) -> None:
-    run, _ = make_run()
-    monkeypatch.setattr(run, "begin", lambda: None)
     kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, before)
     try:
-        assert execute([run], run.console, lambda *_: 0) == 0
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert main(["--version"]) == 0
+        handlers = [signal.getsignal(each) for each in kept]
     finally:
         for each, handler in kept.items():
             signal.signal(each, handler)
-    assert ignored == (before == signal.SIG_IGN)
+    hung_up = signal.SIG_IGN if before == signal.SIG_IGN else signal.default_int_handler
+    assert handlers == [signal.default_int_handler, hung_up]
 
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
