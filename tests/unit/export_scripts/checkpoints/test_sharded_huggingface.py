@@ -684,10 +684,19 @@ def test_experts_of_stage_3_are_read_one_by_one(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def write_autoep(model: Path, kind: str, folder: Path, *, is_universal: bool) -> None:
-    """Write a mixture as DeepSpeed's AutoEP saves it, and as ds_to_universal writes that."""
-    dense: dict[str, torch.Tensor] = {}
-    experts: dict[str, torch.Tensor] = {}
+# prime-rl, trainer/models/glm4_moe/converting_glm4_moe.py.
+PRIME = {
+    "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts.gate_proj.weight": "mlp.shared_expert.w1",
+    "mlp.shared_experts.down_proj.weight": "mlp.shared_expert.w2",
+    "mlp.shared_experts.up_proj.weight": "mlp.shared_expert.w3",
+}
+
+
+def stacked_mixture(kind: str) -> tuple[Tensors, Tensors]:
+    """Return a mixture's dense tensors and its stacked experts, as w1 to w3."""
+    dense: Tensors = {}
+    experts: Tensors = {}
     for name, values in model_of(kind).state_dict().items():
         layer = name.partition(".mlp.")[0]
         if name.endswith("gate_up_proj"):
@@ -695,13 +704,20 @@ def write_autoep(model: Path, kind: str, folder: Path, *, is_universal: bool) ->
                                 values.chunk(2, dim=1), strict=True))  # fmt: skip
         elif name.endswith("experts.down_proj"):
             experts[f"{layer}.mlp.experts.w2"] = values
-        elif name.endswith(".mlp.gate.weight"):
-            dense[f"{layer}.mlp.router.gate.weight"] = values
-            # The second name of the router, which ds_to_universal rounds.
-            dense[f"{layer}.mlp.gate.gate.weight"] = values.bfloat16().float()
         else:
-            theirs = name.replace(".mlp.gate.", ".mlp.router.")
-            dense[re.sub(r"\.shared_expert(?=[._])", ".shared_experts", theirs)] = values
+            dense[name.replace(".mlp.gate.weight", ".mlp.router.gate.weight")] = values
+    return dense, experts
+
+
+def write_autoep(model: Path, kind: str, folder: Path, *, is_universal: bool) -> None:
+    """Write a mixture as DeepSpeed's AutoEP saves it, and as ds_to_universal writes that."""
+    found, experts = stacked_mixture(kind)
+    dense = {}
+    for name, values in found.items():
+        theirs = name.replace(".mlp.gate.", ".mlp.router.")
+        dense[re.sub(r"\.shared_expert(?=[._])", ".shared_experts", theirs)] = values
+        if ".router." in name:  # under a second name, which ds_to_universal rounds
+            dense[name.replace(".router.", ".gate.")] = values.bfloat16().float()
     folder.mkdir()
     shutil.copy(model / "config.json", folder)
     count = len(next(iter(experts.values())))
@@ -741,6 +757,28 @@ def test_experts_that_deepspeed_has_distributed_are_read(
     for file in run.glob("layer_1_expert_0_*"):
         shutil.copy(file, run / file.name.replace("expert_0", "expert_1"))
         assert "and so does another file" in refusal(run, tmp_path / "refused")
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "glm4_moe"])
+def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path: Path) -> None:
+    model, run = write_model(kind, tmp_path / "model"), tmp_path / "step_5" / "trainer"
+    dense, experts = stacked_mixture(kind)
+    state = renamed({**dense, **experts}, PRIME)
+    counts = {
+        name.replace("router.gate.weight", "tokens_per_expert"): torch.ones(8)
+        for name in state
+        if ".router." in name
+    }
+    save_alone(run, {"app": {"model": state | counts, "optimizers": optimizer(state)}})
+    copy_settings(model, run)
+    expected, found = (
+        read_tensors(
+            converted_to(source, tmp_path / name, output_format="huggingface", given=GIVEN)
+        )
+        for name, source in (("expected", model), ("out", run))
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path: Path) -> None:
