@@ -334,6 +334,8 @@ class CheckpointReader:
     fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
     fp8_group: int = 0  # inputs per scale; 0: all
     remarks: tuple[str, ...] = ()  # for the report, such as the choice among several files
+    # Names in the files of a Hugging Face folder, which may not be those of transformers' family.
+    stored_names: frozenset[str] = frozenset()
     keepalive: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.
     is_distributed: bool = False

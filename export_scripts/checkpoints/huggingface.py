@@ -163,6 +163,7 @@ def index_huggingface(
         tensors |= found
     if not are_read:
         raise UnreadTypeError(listed(problems))
+    stored_names = frozenset(tensors)
     tensors = without_wrappers(_with_aliases(tensors, facts))
     if settings is not None:
         tensors = without_prefixes(tensors, path)
@@ -174,6 +175,7 @@ def index_huggingface(
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
         remarks=(*configuration.remarks, *_adapter_remarks(path)),
+        stored_names=stored_names,
     )
     problems = listed(problems) or listed(_misplaced(path, index, tensors))
     return reader if problems else in_huggingface_names(reader), problems

@@ -214,18 +214,36 @@ def _expert_matrices(form: _Form, parts: Parts) -> Pieces:
     return ChunkedTensor("fp32", (len(chunks), *shape), chunks).pieces
 
 
-def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
-    """Return a quantised matrix (out, in) as fp32 values."""
+@dataclass(frozen=True)
+class WidePiece(ComputedPiece):
+    """A quantised matrix (out, in) as fp32 values.
 
-    def compute(maps: FileMaps) -> Array:
+    `filled` computes it as if every byte of its stored integers had the same value.
+    """
+
+    filled: Callable[[FileMaps, int], Array]
+
+    def limits(self, maps: FileMaps) -> tuple[Array, Array]:
+        """Return the values of the smallest and of the largest stored integer at each place."""
+        low, high = (0x80, 0x7F) if self.stored[0].dtype == "int8" else (0, 0xFF)
+        return self.filled(maps, low), self.filled(maps, high)
+
+
+def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
+    def compute(maps: FileMaps, byte: int | None = None) -> Array:
         from export_scripts.numeric import widening
 
+        loaded = {name: part.load(maps) for name, part in parts.items()}
+        if byte is not None:
+            name = next(iter(loaded))  # the integers come first
+            loaded[name] = loaded[name].copy()
+            loaded[name].view("uint8")[:] = byte
         try:
-            return widen(widening, {name: part.load(maps) for name, part in parts.items()})
+            return widen(widening, loaded)
         except ValueError as error:  # an index is out of range
             raise CheckpointMismatchError(str(error)) from error
 
-    return ComputedPiece("fp32", shape, tuple(parts.values()), compute)
+    return WidePiece("fp32", shape, tuple(parts.values()), compute, compute)
 
 
 def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) -> Shape:

@@ -1,107 +1,71 @@
 """Mixtures whose experts and router rows are permuted alike, which leaves the function the same."""
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, StoredTensor
-from export_scripts.conversion.tensor_plan import TensorPlan
-from export_scripts.families.mapping.source_mapping import ENTRY
 from export_scripts.numeric.arrays import Array
 from inference.certify.pair import Pair, keys_read
+from inference.certify.units import Unit
 
-_ROUTER = ".mlp.router.weight"
-
-
-@dataclass(frozen=True)
-class _Rows(Piece):
-    """A tensor stacked from the entries of its first axis, in any order."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    rows: tuple[Piece, ...]
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors of its entries."""
-        return tuple(stored for row in self.rows for stored in row.stored)
-
-    def load(self, maps: FileMaps) -> Array:
-        """Return the entries, stacked in memory."""
-        return np.stack([row.load(maps) for row in self.rows])
-
-    def select(self, index: int) -> Piece:
-        """Return one entry."""
-        return self.rows[index]
+_ROUTER = ".mlp.router."
+# Layer -> key of a unit -> the experts that it holds; None for the router, which has all.
+_Layers = Mapping[Any, Mapping[str, set[Any]]]
 
 
-@dataclass(frozen=True)
-class ExpertLayer:
-    """The router and the experts of one layer of a source."""
+def reordered_experts(
+    pair: Pair, units: Mapping[str, Unit], changed: Collection[str]
+) -> Iterator[tuple[str, list[Unit]]]:
+    """Yield each changed router whose rows are permuted, and its layer's units in that order.
 
-    pair: Pair
-    items: tuple[TensorPlan, ...]
-
-    @property
-    def keys(self) -> set[str | None]:
-        """The names under which the source stores them."""
-        return {*map(self.pair.facts.resolve, keys_read(self.items))}
-
-    @property
-    def router(self) -> str | None:
-        """The name of the router's matrix (experts, hidden)."""
-        items = (item for item in self.items if item.tensor.name.endswith(_ROUTER))
-        return next(map(self.pair.facts.resolve, keys_read(items)), None)
-
-    def reordered(self, order: Sequence[int]) -> Pair | None:
-        """Return the pair with the source's experts and their router rows in another order.
-
-        None if it moves experts between groups, which changes what the router selects.
-        """
-        size = len(order) // getattr(self.pair.config, "group_num", 1)
-        groups = (order[first : first + size] for first in range(0, len(order), size))
-        if any(len({number // size for number in group}) > 1 for group in groups):
-            return None
-        facts = self.pair.facts
-        tensors = dict(facts.reader.tensors)
-        for item in self.items:
-            expert = item.index.get("expert")
-            for template, _ in item.source.reads:
-                key = template.format(**item.index)
-                name = facts.resolve(key) or key
-                if expert is None:
-                    tensors[name] = tuple(_permuted(piece, order) for piece in facts.pieces(name))
-                elif ENTRY in key:
-                    rows = tuple(facts.pieces(f"{name}{ENTRY}{number}")[0] for number in order)
-                    tensors[name] = (_Rows(rows[0].dtype, (len(rows), *rows[0].shape), rows),)
-                else:
-                    other = template.format(**{**item.index, "expert": order[int(expert)]})
-                    tensors[name] = tuple(facts.pieces(other))
-        reader = dataclasses.replace(facts.reader, tensors=tensors)
-        return dataclasses.replace(self.pair, facts=dataclasses.replace(facts, reader=reader))
+    An order that moves experts between groups changes what the router selects.
+    """
+    for layer in _layers(pair, units).values():
+        for router, experts in layer.items():
+            if experts != {None} or router not in changed or len(units[router].shape) < 2:
+                continue
+            order = _order_of_rows(*units[router].matrices())
+            if order is not None and _keeps_groups(order, getattr(pair.config, "group_num", 1)):
+                yield router, [_reordered(units, key, layer[key], order) for key in layer]
 
 
-def _permuted(piece: Piece, order: Sequence[int]) -> Piece:
-    """Return a router's tensor with its axis of experts in another order."""
-    axis = piece.shape.index(len(order))
-    return ComputedPiece(
-        piece.dtype, piece.shape, piece.stored, lambda maps: piece.load(maps).take(order, axis)
-    )
+def _keeps_groups(order: Sequence[int], count: int) -> bool:
+    """Return whether the experts of each group of neighbours were a group before."""
+    size = len(order) // count
+    moves = {(place // size, number // size) for place, number in enumerate(order)}
+    return len(moves) == count
 
 
-def expert_layers(pair: Pair) -> Iterator[ExpertLayer]:
-    """Yield the layers of a source that have experts."""
-    layers: dict[object, list[TensorPlan]] = {}
+def _reordered(
+    units: Mapping[str, Unit], key: str, experts: set[Any], order: Sequence[int]
+) -> Unit:
+    """Return a unit with the source's values of the experts that the folder has in its places."""
+    unit, (expert, *others) = units[key], experts
+    if expert is None or others:
+        return unit.taken([order.index(number) for number in range(len(order))])
+    head, _, tail = key.rpartition(f".{expert}.")
+    other = units.get(f"{head}.{order[int(expert)]}.{tail}", unit)
+    return replace(unit, written=other.written)
+
+
+def _layers(pair: Pair, units: Mapping[str, Unit]) -> _Layers:
+    places: dict[Any, set[tuple[Any, Any]]] = defaultdict(set)
     for item in () if pair.plan is None else pair.plan.tensors:
-        if "expert" in item.index or ".mlp.router." in item.tensor.name:
-            layers.setdefault(item.index["layer"], []).append(item)
-    for items in layers.values():
-        yield ExpertLayer(pair, tuple(items))
+        if "expert" in item.index or _ROUTER in item.tensor.name:
+            place = item.index["layer"], item.index.get("expert")
+            for source in (item, *map(pair.facts.resolve, keys_read([item]))):
+                places[source].add(place)
+    layers: dict[Any, dict[str, set[Any]]] = defaultdict(lambda: defaultdict(set))
+    for unit in units.values():
+        for item in unit.written.items:
+            names = [item] if item in places else map(pair.facts.resolve, keys_read([item]))
+            for layer, expert in {place for name in names for place in places.get(name, ())}:
+                layers[layer][unit.key].add(expert)
+    return layers
 
 
-def order_of_rows(source: Array, folder: Array) -> list[int] | None:
+def _order_of_rows(source: Array, folder: Array) -> list[int] | None:
     """Return the source's row index for each row of the folder; None if it is not a permutation."""
     places = {row.tobytes(): number for number, row in enumerate(source)}
     order = [places.get(row.tobytes(), -1) for row in folder]

@@ -29,7 +29,6 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.huggingface import (
     TIED_TABLES,
     index_huggingface,
-    index_tensors,
     is_huggingface,
     snapshot_folder,
 )
@@ -54,6 +53,7 @@ from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.text_models import is_vision_language
+from export_scripts.ft.tokenizer_files import makes_tokenizer
 from export_scripts.numeric.arrays import to_float32
 from foundations.errors import CheckpointMismatchError
 from inference.certify.findings import DIFFERS, NOT_COMPUTED, UP_TO, Remark
@@ -68,6 +68,8 @@ OTHER_FILE = "another file"  # kind of a remark
 # Patterns of weight files that libraries load: adapters, then all of them.
 _ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1], "*.gguf", "consolidated*.pt*")
+# Vocabularies that only some libraries read, none of those with which texts are compared.
+_VOCABULARIES = ("*.tiktoken", "tiktoken.model", "tekken.json", "*.spm")
 # Files that do not affect a loaded model.
 _IRRELEVANT_FILES = (
     ".*",
@@ -255,27 +257,20 @@ def open_folder(path: Path) -> Folder:
 
 
 def _index_mismatches(path: Path, reader: CheckpointReader) -> Iterator[Remark]:
-    """Yield tensors that an index lists and no file stores, and tensors that it does not list.
-
-    Names are those in the files, which may not be the names of the model's family.
-    """
+    """Yield tensors that an index lists and no file stores, and tensors that it does not list."""
     for index in path.glob("*.index.json"):
         table = json_file(index).get("weight_map")
         if not isinstance(table, dict):
             continue
-        stored = {*reader.tensors}
-        with contextlib.suppress(CheckpointMismatchError):  # which the index of the folder names
-            stored = {key for file in reader.files[1:] for key in index_tensors(file)}
-        for key in table:
-            if key not in stored:
-                status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
-                yield Remark(status, "listed and not stored", key, f"{index.name} names it")
         if {path / str(name) for name in table.values()}.isdisjoint(reader.files):
-            continue  # it indexes files that were not read
-        for key in stored:
-            if key not in table:
-                detail = f"{index.name}, by which some libraries load, lacks it"
-                yield Remark(UP_TO, "stored and not listed", key, detail)
+            yield Remark(UP_TO, OTHER_FILE, index.name, "it names files that were not read")
+            continue
+        for key in sorted(table.keys() - reader.stored_names):
+            status = UP_TO if key.endswith(TIED_TABLES) else DIFFERS
+            yield Remark(status, "listed and not stored", key, f"{index.name} names it")
+        for key in sorted(reader.stored_names - table.keys()):
+            detail = f"{index.name}, by which some libraries load, lacks it"
+            yield Remark(UP_TO, "stored and not listed", key, detail)
 
 
 def _unread_files(
@@ -283,7 +278,8 @@ def _unread_files(
 ) -> Iterator[Remark]:
     """Yield the files of one side that no part compares, except copies of the source's.
 
-    Some libraries load files that match the patterns `weights`; some may read the others.
+    Some libraries load files that match the patterns `weights`, or vocabularies; some may read the
+    others.
     """
     read = {*reader.files, *(region.path for region in reader.tokenizer.values())}
     for file in sorted(filter(Path.is_file, Path(reader.path).iterdir())):
@@ -293,8 +289,17 @@ def _unread_files(
         if any(map(file.match, weights)):
             detail = "weights next to those that were compared; some libraries load them"
             yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
-        elif not (original.is_file() and filecmp.cmp(original, file, shallow=False)):
+        elif original.is_file() and filecmp.cmp(original, file, shallow=False):
+            continue
+        elif any(map(file.match, _VOCABULARIES)):
+            detail = "a vocabulary that some libraries read, and it is not the source's"
+            yield Remark(NOT_COMPUTED, "not compared", file.name, detail)
+        else:
             yield Remark(UP_TO, OTHER_FILE, file.name, "some libraries may read it")
+    for pattern in () if makes_tokenizer(reader.tokenizer) else _VOCABULARIES:
+        for file in source.glob(pattern):
+            if not Path(reader.path, file.name).exists():
+                yield Remark(DIFFERS, "missing", file.name, "the source's vocabulary")
 
 
 def _scales(source: Path, folder: Path) -> Iterator[Remark]:

@@ -142,7 +142,7 @@ def _config_keys(pair: Pair) -> Iterator[Remark]:
     for name in dict.fromkeys((*differ, *sorted(source.keys() ^ folder.keys()))):
         key = _current_name(name, aliases)
         values = [table.get(key, [None]) for table in tables]
-        shown: Any = values[1][0]
+        shown: Any = folder.get(name)
         # transformers drops a key that it keeps for neither side; other libraries may use it.
         is_loaded = any(key in table for table in tables[2:])
         loaded = [value[0] for value in (values[2:] if is_loaded else values[:2])]
@@ -152,7 +152,7 @@ def _config_keys(pair: Pair) -> Iterator[Remark]:
             status = EQUAL
         else:
             status = _key_status(pair, name, source, folder, loaded)
-        yield differs(_SETTING, name, values[0][0], shown, status)
+        yield differs(_SETTING, name, source.get(name), shown, status)
 
 
 def _current_name(name: str, aliases: Mapping[str, str]) -> str:
