@@ -316,12 +316,12 @@ def _zero_rank(
             name: _joined([[fragments.get(name)] for fragments in frozen], 0, shape, name, folder)
             for name, shape in _shapes([first.get("frozen_param_shapes") or {}], files[0]).items()
         }
-        if has_shares and first.get("ds_autoep_layers"):
-            raise CheckpointMismatchError(
-                f"{folder} has parts of experts (AutoEP in ZeRO stage 3): make its universal form "
-                "(ds_to_universal)"
-            )
         if has_shares:
+            if first.get("ds_autoep_layers"):
+                raise CheckpointMismatchError(
+                    f"{folder} has parts of experts (AutoEP in ZeRO stage 3): make its universal "
+                    "form (ds_to_universal)"
+                )
             found |= _partitioned(folder, shapes, len(files), number)
     return first, found, shapes
 
@@ -448,8 +448,8 @@ def _partitioned(
     ranks: list[Sequence[Any]] = []
     problems = []
     for file in files:
-        state = read_torch_table(file, "a DeepSpeed checkpoint").get("optimizer_state_dict")
-        state = state if isinstance(state, Mapping) else {}
+        whole = read_torch_table(file, "a DeepSpeed checkpoint")
+        state = _zero_table(whole, "optimizer_state_dict", file)
         stated = state.get("partition_count"), len(files)
         if stated != (count, count):
             problems.append(
@@ -483,21 +483,16 @@ def _refuse_copies(folder: Path, ranks: Sequence[Sequence[Any]]) -> None:
     Raises:
         CheckpointMismatchError: Two ranks hold the same values.
     """
-    whole = [rank for rank in ranks if all(isinstance(tensor, StoredTensor) for tensor in rank)]
-    held = [
-        tuple((tensor.record.crc32, tensor.span_bytes) for tensor in rank if tensor.record)
-        for rank in whole
-    ]
-    twice = [
-        n
-        for n, each in enumerate(held)
-        if each and each in held[:n] and any(map(_varies, whole[n]))
-    ]
-    if twice:
-        raise CheckpointMismatchError(
-            f"{folder}: rank {twice[0]} holds the values of rank {held.index(held[twice[0]])}: its "
-            "file was copied under another name; copy all ranks again"
-        )
+    first: dict[Any, int] = {}
+    for number, rank in enumerate(ranks):
+        held = [tensor for tensor in rank if isinstance(tensor, StoredTensor)]
+        sums = tuple((tensor.record.crc32, tensor.span_bytes) for tensor in held if tensor.record)
+        other = first.setdefault(sums, number)
+        if other != number and any(map(_varies, held)):
+            raise CheckpointMismatchError(
+                f"{folder}: rank {number} holds the values of rank {other}: its file was copied "
+                "under another name; copy all ranks again"
+            )
 
 
 def _varies(tensor: StoredTensor) -> bool:
