@@ -37,12 +37,12 @@ from tests.integration.slurm_runs import CLUSTER, configure
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
-LONG = 100  # tokens of a stream
+LONG = 50  # tokens of a stream
 # A job of three minutes serves for 116 s: the signal before the limit may come a minute early.
 REAL_LIMITS = ("deploy.time_limit=3", "deploy.handover_s=100")
 # Both nodes are this machine; on two there is no memory to share.
 NO_SHARED_MEMORY = {"shared_memory": "0"}
-PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
+PAUSE_S = 0.5  # of a client, which leaves the processors to the next server
 
 
 @pytest.fixture(autouse=True)

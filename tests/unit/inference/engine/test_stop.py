@@ -153,7 +153,12 @@ def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "when"), [(2, "decoding"), pytest.param(1, "loading", marks=pytest.mark.long)]
+    ("tp_size", "when"),
+    [
+        (1, "decoding"),
+        pytest.param(2, "decoding", marks=pytest.mark.long),
+        pytest.param(1, "loading", marks=pytest.mark.long),
+    ],
 )
 def test_the_end_of_a_process_stops_its_engine(tp_size: int, when: str, tmp_path: Path) -> None:
     ft_dir = write_gpt(tmp_path, tp_size=tp_size)

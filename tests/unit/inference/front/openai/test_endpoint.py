@@ -168,6 +168,7 @@ def test_a_stream_adds_up_to_the_whole_and_ends_with_usage() -> None:
         for index in (0, 1):
             own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
             assert "".join(each["text"] for each in own) == "Hello, you there!"
+            assert len(own) == len("Hello, you there!") + 1  # a piece for each token, and the end
             assert [each["finish_reason"] for each in own[:-1]] == [None] * (len(own) - 1)
             assert own[-1]["finish_reason"] == "stop"
         assert len({part["id"] for part in parts}) == 1
