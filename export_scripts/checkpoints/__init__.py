@@ -106,7 +106,11 @@ def open_checkpoint(
             open_nemo, scratch_dir=scratch_dir, depths=depths, name=name
         )
     elif base is not None:
-        raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
+        foreign = foreign_weights(path)
+        raise ValueError(
+            f"{path} is a {found} checkpoint; expected a NeMo archive"
+            + (f" ({foreign})" if foreign else "")
+        )
     elif settings is not None and found != "torch_dcp":
         raise ValueError(
             f"{path} is a {found} checkpoint with its own settings: leave --model-config out"

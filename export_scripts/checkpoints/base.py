@@ -342,7 +342,8 @@ class CheckpointReader:
     # The config.json of the model if `config` is another format, and the name of its mapping.
     settings: Table = field(default_factory=dict)
     origin: str = ""
-    # The folder of config.json and tokenizer if it is not the folder of the weights.
+    # The folder of config.json and tokenizer if it is not a folder that transformers can read: the
+    # weights are elsewhere, or have another program's names.
     settings_dir: Path | None = None
 
     @property

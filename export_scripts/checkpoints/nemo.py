@@ -31,6 +31,7 @@ from foundations.files.json_content import Fields, Table
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
+_LITGPT = "lit_model.pth*"  # LitGPT's weights; its settings are also in CONFIG_NAME
 
 # The folder of a distributed checkpoint in an archive.
 _DISTRIBUTED = "model_weights/"
@@ -48,7 +49,7 @@ def is_nemo(path: Path) -> bool:
         with path.open("rb") as file:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
     return path.is_dir() and (
-        (path / CONFIG_NAME).is_file()
+        ((path / CONFIG_NAME).is_file() and not any(path.glob(_LITGPT)))
         or any(file.is_file() for file in path.glob("*.ckpt"))
         or _is_distributed_nemo(_model_folder(path))
         or bool(_last_folders(path))

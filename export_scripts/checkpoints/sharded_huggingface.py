@@ -294,7 +294,11 @@ def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> Ch
         if (match := _ROTATED.search(ours)) and match[1] in order:
             found[ours] = _in_halves(ours, piece, _heads(reader, match[1]))
     refuse(listed(problems))
-    return dataclasses.replace(reader, tensors={ours: (piece,) for ours, piece in found.items()})
+    return dataclasses.replace(
+        reader,
+        tensors={ours: (piece,) for ours, piece in found.items()},
+        settings_dir=reader.settings_dir if found.keys() == tensors.keys() else reader.home,
+    )
 
 
 def _heads(reader: CheckpointReader, projection: str) -> Any:

@@ -460,6 +460,7 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
         return contents(written)
 
     assert folder_of(folder, "out") == folder_of(model, "expected")
+    assert not any("as it is" in each for each in describe(folder)["can be"])
     settings |= {"rope_base": 7, "rope_adjustments": {"factor": 8.0}}
     own.write_text(yaml.safe_dump(settings))
     text = refusal(folder, tmp_path / "refused")
@@ -468,6 +469,8 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     text = refusal(folder, tmp_path / "refused")
     assert "convert it with `litgpt convert_from_litgpt" in text
+    (folder / "config.json").unlink()
+    assert "or name it in --model-config" in refusal(folder, tmp_path / "refused")
 
 
 def test_names_of_olmo_core_become_the_model_s(
