@@ -92,16 +92,25 @@ def program(text: str) -> str:
     return done.stdout
 
 
-def test_forked_workers_serve_the_engine_under_their_own_names_but_not_with_the_driver_loaded(
+def test_forked_workers_serve_the_engine_under_their_own_names_and_end_with_their_process(
     ft_dir: Path, tmp_path: Path
 ) -> None:
-    """A mapped file of its name stands for the driver, which loads with the first call of CUDA."""
+    """What a process imports before it forks asks for no GPU; with CUDA's driver it forks none.
+
+    A mapped file of its name stands for the driver, which loads with the first call of CUDA.
+    """
     driver = tmp_path / "libcuda.so.1"
     driver.write_bytes(bytes(4096))
-    shown = program(f"""
-import mmap, os
+    name, *forked = program(f"""
+import importlib, mmap, os, torch
 from pathlib import Path
-import inference.ranks.worker
+from unittest import mock
+from inference.host.engine_process import _MODULES
+names = ("is_available", "device_count", "_lazy_init", "get_device_properties")
+asked = mock.Mock(side_effect=SystemExit("a GPU was asked for"))
+with mock.patch.multiple(torch.cuda, **dict.fromkeys(names, asked)):
+    for name in _MODULES:
+        importlib.import_module(name)
 from inference.engine.engine import Engine
 from inference.ranks.processes import fork_workers
 from inference.ranks.settings import Placement
@@ -112,34 +121,18 @@ with Engine({str(ft_dir)!r}, Placement(tp_size=2, device="cpu")):
     assert descendants(os.getpid()) == [forked]
     print(Path(f"/proc/{{forked}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:4])
 assert descendants(os.getpid()) == []
+fork_workers(Path({str(ft_dir)!r}), 3)
+forked = descendants(os.getpid())
+print(*forked, sep="\\n", flush=True)
 with open({str(driver)!r}, "r+b") as file:
     mapped = mmap.mmap(file.fileno(), 0)
-fork_workers(Path({str(ft_dir)!r}), 2)
-assert descendants(os.getpid()) == []
-""")
-    assert shown == "[b'-m', b'inference.ranks.worker', b'--rank=1']\n"
-
-
-def test_forked_workers_end_with_their_process_whose_imports_ask_for_no_gpu(ft_dir: Path) -> None:
-    shown = program(f"""
-import importlib, os, torch
-from pathlib import Path
-from inference.host.engine_process import _MODULES
-def asked(*_, **__):
-    raise SystemExit("a GPU was asked for")
-for name in ("is_available", "device_count", "_lazy_init", "get_device_properties"):
-    setattr(torch.cuda, name, asked)
-for name in _MODULES:
-    importlib.import_module(name)
-from inference.ranks.processes import fork_workers
-from inference.server.processes import descendants
-fork_workers(Path({str(ft_dir)!r}), 3)
-print(*descendants(os.getpid()), flush=True)
+fork_workers(Path({str(ft_dir)!r}), 4)
+assert descendants(os.getpid()) == forked
 os._exit(0)
-""")
-    forked = [int(word) for word in shown.split()]
+""").splitlines()
+    assert name == "[b'-m', b'inference.ranks.worker', b'--rank=1']"
     assert len(forked) == 2
-    until(lambda: not any(map(lives, forked)), "the end of the workers")
+    until(lambda: not any(lives(int(pid)) for pid in forked), "the end of the workers")
 
 
 def test_models_of_texts_import_no_torch() -> None:
