@@ -95,7 +95,7 @@ def program(text: str) -> str:
 def test_forked_workers_serve_the_engine_under_their_own_names_and_end_with_their_process(
     ft_dir: Path, tmp_path: Path
 ) -> None:
-    """What a process imports before it forks asks for no GPU; with CUDA's driver it forks none.
+    """Modules that are imported before a fork ask for no GPU; with CUDA's driver none is forked.
 
     A mapped file of its name stands for the driver, which loads with the first call of CUDA.
     """
