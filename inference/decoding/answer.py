@@ -9,6 +9,7 @@ from inference.decoding.rows import PromptResult, SequenceRequest
 from inference.decoding.word_lists import TokenIds, banned_ids
 
 UNUSABLE = "the model computed logits that are not finite; no token can be chosen"
+EXCLUDED = "every token that can follow in the requested grammar is banned"
 
 
 class GrowingAnswer:
@@ -40,9 +41,12 @@ class GrowingAnswer:
         self._prompt_ids = prompt_ids(penalised, vocab_size)
 
     def fail(self) -> None:
-        """Finish the answer: its logits are unusable."""
-        constraint = self.request.constraint
-        self.error = (constraint.problem if constraint is not None else "") or UNUSABLE
+        """Finish the answer: its logits are unusable, or its request excludes every token."""
+        self.error, constraint = UNUSABLE, self.request.constraint
+        if constraint is not None:
+            allowed = np.unpackbits(constraint.mask(), bitorder="little").nonzero()[0]
+            is_banned = {word[-1] for word in self.options.bad_words}.issuperset(allowed.tolist())
+            self.error = constraint.problem or (EXCLUDED if is_banned else UNUSABLE)
 
     def penalty(self, generated: int) -> Penalty:
         """Return the penalty for the token after `generated` tokens of the answer."""

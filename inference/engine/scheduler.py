@@ -13,6 +13,7 @@ from time import perf_counter
 import numpy as np
 from torch import Tensor
 
+from inference.decoding.answer import UNUSABLE
 from inference.decoding.rows import RequestError, SequenceRequest, SequenceResult
 from inference.decoding.sampler import Sampler
 from inference.decoding.sampling import SampledAnswer
@@ -262,8 +263,7 @@ class Scheduler(StepScheduler):
         """Continue a sequence with its newest tokens, or retire it if it has finished."""
         answer = sequence.answer
         if answer.error is not None:
-            constraint = answer.request.constraint
-            kind = GrammarError if constraint is not None and constraint.problem else RowError
+            kind = RowError if answer.error == UNUSABLE else GrammarError
             sequence.owner.fail(kind(f"row {sequence.index}: {answer.error}"))
         elif answer.is_finished:
             self._retire(sequence)

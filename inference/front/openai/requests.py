@@ -212,7 +212,10 @@ class CalledFunction(_Open):
     """A function call in an answer; templates expect its arguments as an object."""
 
     name: str
-    arguments: dict[str, Any] | Json[dict[str, Any]] = {}
+    # "" stands for none, as in OpenAI's API.
+    arguments: Annotated[
+        dict[str, Any] | Json[dict[str, Any]], BeforeValidator(lambda value: value or {})
+    ] = {}
 
 
 class ToolCall(_Open):

@@ -113,6 +113,21 @@ class OfTwoTokens(Constraint):
         return self._taken == 2
 
 
+class OfOneToken(OfTwoTokens):
+    """A form that only token 3 has."""
+
+    def mask(self) -> Array:
+        return np.array([8, *[0] * 6], np.uint8)
+
+
+def test_a_form_of_banned_tokens_is_the_fault_of_the_request(engine: Engine) -> None:
+    banned = np.array([[[3], [1]]], np.int32)
+    request = request_of(engine, [[3, 9, 4]], bad_words_list=banned)
+    request = replace(request, rows=(replace(request.rows[0], constraint=OfOneToken()),))
+    with pytest.raises(ValueError, match="every token that can follow"):
+        engine.generate(request)
+
+
 def test_a_turn_whose_form_is_complete_keeps_all_tokens(engine: Engine) -> None:
     start = begin(engine, [[3, 9, 4]])
     (row,) = start.rows

@@ -355,6 +355,7 @@ def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
         *TALK,
         {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sun"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
     ]
     body = {"messages": talk, "tools": [WEATHER], "tool_choice": "auto"}
     request = read_request(ChatRequest, body)
@@ -365,6 +366,11 @@ def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
     expected = [
         {"role": "assistant", "tool_calls": [answered], "content": ""},
         {"role": "tool", "tool_call_id": "1", "content": "sun"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "now", "arguments": {}}}],
+            "content": "",
+        },
     ]
     assert json.JSONDecoder().raw_decode(spoken[0])[0] == [WEATHER]
     assert spoken[1].startswith("null ")
