@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from export_scripts.ft.identity import served_identity
-from export_scripts.triton.model_config import parameters_of, parse_config
-from export_scripts.triton.repository import CONFIG_FILE, ENSEMBLE, TEXT_MODELS
+from export_scripts.ft.identity import checkpoint_hash
+from export_scripts.triton.repository import ENSEMBLE, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.kinds import TRITONSERVER
 from inference.server.log import rotated_log
@@ -158,18 +157,16 @@ def endpoint_of(config: DeployConfig, server: AnyServer, restarts: int) -> Serve
         restarts=restarts,
         uses_tls=config.access.tls_cert is not None,
         openai=ports["http"] if config.is_other_engine else ports.get("openai"),
-        served={} if config.is_other_engine else served_by(config, model),
+        served=_served_by(config, server, model) if isinstance(server, ModelServer) else {},
     )
 
 
-def served_by(config: DeployConfig, model: str) -> dict[str, str]:
-    """Return the identity of the served weights, as far as this machine can read the repository."""
-    try:
-        parsed = parse_config((Path(config.folder) / model / CONFIG_FILE).read_text())
-        parameters = parameters_of(parsed)
-    except (OSError, ValueError):
-        parameters = {}
-    return served_identity(config.weights_dir, parameters)
+def _served_by(config: DeployConfig, server: ModelServer, model: str) -> dict[str, str]:
+    """Return the identity of the served weights, empty for another project's model."""
+    found = server.identity(model)
+    if found and not found["checkpoint"]:  # the server may load from an object store
+        found["checkpoint"] = checkpoint_hash(config.weights_dir)
+    return found
 
 
 def _model_name(config: DeployConfig, server: AnyServer) -> str:

@@ -45,8 +45,8 @@ class ModelArguments:
         # protobuf's JSON writes 64-bit numbers as strings.
         idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
         self.session_idle_s = None if idle_us is None else int(idle_us) / 1e6
-        inputs = config.get("input", [])
-        self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
+        inputs = (e for e in config.get("input", ()) if e.get("data_type") == "TYPE_BF16")
+        self.bf16_inputs = frozenset(e["name"] for e in inputs)
 
     def read(self, key: str, kind: Kind = TEXT, *, default: str | None = None) -> Any:
         """Return a parameter. Raises ValueError if it is invalid, or absent without a default."""

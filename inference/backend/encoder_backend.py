@@ -44,10 +44,10 @@ class EncoderModel(EngineModel):
         return self.engine.submit(parsed), outputs_of
 
 
-def fastertransformer_model(parameters: Mapping[str, str]) -> EngineModel:
-    """Return an unloaded model for the parameters in a config.pbtxt of NVIDIA's backend."""
+def fastertransformer_model(parameters: Mapping[str, str]) -> type[EngineModel]:
+    """Return the model for the parameters in a config.pbtxt of NVIDIA's backend."""
     kind = parameters.get("model_type", "GPT")
-    return EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
+    return EncoderModel if kind in EncoderModel.served_by else GenerationModel
 
 
 def complete_hidden_states(config: dict[str, Any]) -> None:
@@ -58,8 +58,8 @@ def complete_hidden_states(config: dict[str, Any]) -> None:
     """
     parameters = config_parameters(config)
     names, kind = hidden_states(parameters.get("model_type", "")), parameters.get("data_type")
-    for tensor in (*config["input"], *config["output"]):
-        if tensor["name"] in names and kind in WEIGHT_DATA_TYPES:
+    for tensor in (*config.get("input", ()), *config.get("output", ())):
+        if tensor.get("name") in names and kind in WEIGHT_DATA_TYPES:
             tensor["data_type"] = f"TYPE_{kind.upper()}"
 
 
@@ -79,6 +79,6 @@ class FasterTransformerModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton); `EngineModel` provides the other methods."""
-        model = fastertransformer_model(triton_arguments(args).parameters)
+        model = fastertransformer_model(triton_arguments(args).parameters)()
         model.initialize(args)
         self.execute, self.finalize = model.execute, model.finalize

@@ -23,6 +23,12 @@ Submitted = tuple[Future[Any], Callable[[Any], Outputs | None]]
 TOKENS = "tokens"  # the only output of a request with `wants_tokens`
 
 
+def readable(error: BaseException) -> str:
+    """Return an error's text, or else its kind, in valid UTF-8, which file names may not be."""
+    text = str(error) or type(error).__name__
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 class ModelError(Exception):
     """The error with which a model answers a request. `code` is the name of gRPC's status."""
 

@@ -6,12 +6,11 @@ functions.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,14 @@ from inference.backend.answering import Answering
 from inference.backend.arguments import ModelArguments
 from inference.backend.instances import Instance
 from inference.backend.metrics import HISTOGRAM, ModelMetric, ModelMetrics
-from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Outputs
+from inference.backend.requests import (
+    Array,
+    InferRequest,
+    ModelError,
+    ModelHost,
+    Outputs,
+    readable,
+)
 from inference.decoding.rows import SessionTurn
 from inference.system.supervision import CANARY_PARAMETER, report_end
 
@@ -234,23 +240,6 @@ class TritonHost(Answering):
         self._thread.join()
 
 
-def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Args], None]:
-    """Wrap `initialize`: make errors valid UTF-8; other bytes in them would end the process."""
-
-    @functools.wraps(load)
-    def initialize(model: Any, args: Args) -> None:
-        try:
-            load(model, args)
-        except Exception as error:
-            text = str(error)
-            readable = text.encode(errors="surrogateescape").decode(errors="replace")
-            if readable == text:
-                raise
-            raise ValueError(readable) from error
-
-    return initialize
-
-
 class TritonModel:
     """A model for both servers: this project's own calls `load` and `close`.
 
@@ -277,14 +266,18 @@ class TritonModel:
     def close(self) -> None:
         """End the threads and processes of the model."""
 
-    @with_readable_errors
     def initialize(self, args: Args) -> None:
         """Load the model (called by Triton).
 
         After a ValueError Triton reports its message and lists the model as unavailable.
         """
         self._host = TritonHost(args["model_name"])
-        self.load(triton_arguments(args), self._host)
+        try:
+            self.load(triton_arguments(args), self._host)
+        except Exception as error:
+            if (text := readable(error)) == str(error):
+                raise
+            raise ValueError(text) from error  # other bytes would end the process
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Answer requests (called by Triton); returning None means that answers follow later."""

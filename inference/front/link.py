@@ -1,10 +1,10 @@
 """The link between a server and its owner; without an owner the server ends.
 
 The owner sends the settings as a record, and later `Reload` orders. The server sends JSON objects,
-so that it cannot run code in its owner: `says`, a line on the progress of the start; `models`,
-their names once they are ready; `failures`, why it cannot serve; `lost`, why it is about to end;
-`kept`, why a reload has failed and the former repository is still served; `used`, the Unix time of
-the latest request of a client.
+so that it cannot run code in its owner: `says`, a line on the progress of the start; `models`, once
+they are ready, by name with the checkpoint that each serves; `failures`, why it cannot serve;
+`lost`, why it is about to end; `kept`, why a reload has failed and the former repository is still
+served; `used`, the Unix time of the latest request of a client.
 """
 
 import asyncio

@@ -22,7 +22,7 @@ from inference.backend.answering import Answering
 from inference.backend.arguments import ModelArguments
 from inference.backend.engine_model import EngineModel, fork_ranks
 from inference.backend.metrics import ModelMetrics
-from inference.backend.requests import InferRequest, ModelError, Outputs
+from inference.backend.requests import InferRequest, ModelError, Outputs, readable
 from inference.system.parent_process import end_with_parent
 from inference.system.process_memory import import_modules
 
@@ -37,9 +37,12 @@ _MODULES = ("inference.engine.engine", "inference.ranks.worker")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """An order to load a model; it reuses the previous model's engine if the two agree."""
+    """One of this project's models and the arguments to load it with.
 
-    kind: type[EngineModel]
+    An engine's process reuses the engine of its previous model if the two agree.
+    """
+
+    kind: type[Any]
     arguments: ModelArguments
 
 
@@ -96,13 +99,12 @@ class ModelProcess(Answering):
 
     def _load(self, order: LoadOrder) -> str:
         """Load a model; return the reason if it cannot be loaded, or else ""."""
-        model = order.kind()
+        model: EngineModel = order.kind()
         model.former, self._model = self._model, None
         try:
             model.load(order.arguments, self)
         except Exception as error:  # bad files can cause errors of any kind
-            text = str(error) or type(error).__name__
-            return text.encode(errors="surrogateescape").decode(errors="replace")
+            return readable(error)
         self._model = model
         return ""
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from inference.backend.answering import CANCEL, CONSUMED
-from inference.backend.arguments import ModelArguments
-from inference.backend.engine_model import EngineModel
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
 from inference.host.engine_process import LOST, READ_METRICS, LoadOrder
@@ -49,9 +47,9 @@ class EngineProcess:
         self._undelivered: dict[int, list[Any]] = {}  # answers by the number of their order
         self._loop.add_reader(self._link.fileno(), self._read)
 
-    async def load(self, kind: type[EngineModel], arguments: ModelArguments) -> None:
-        """Load a model, see `LoadOrder`. Raises ValueError if it cannot be loaded."""
-        if problem := await self._answer_to(LoadOrder(kind, arguments)):
+    async def load(self, order: LoadOrder) -> None:
+        """Load a model. Raises ValueError if it cannot be loaded."""
+        if problem := await self._answer_to(order):
             raise ValueError(problem)
 
     async def metrics(self) -> list[ModelMetric]:

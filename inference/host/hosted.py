@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import json_format
+
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.identity import served_identity
 from export_scripts.triton.model_config import parameters_of
+from inference.backend.arguments import ModelArguments
+from inference.backend.model_settings import read_settings
 from inference.backend.requests import Array, InferRequest
 from inference.front.rules import InferError
 from inference.host.models import HostedModel, engines_of
@@ -44,7 +48,7 @@ class Hosted:
         models, folder = self.repository.models, self.repository.folder
         for name, model in models.items():
             hidden = _hidden_size(weights_of(model, folder))
-            self._probes[name] = probe_tensors(model.config, hidden=hidden)
+            self._probes[name] = probe_tensors(model, hidden=hidden)
         say("sending first requests")
         problems = [await self._problem(model) for model in models.values()]
         if any(problems):
@@ -77,7 +81,7 @@ class Hosted:
         A model with sessions gets none: a canary would wait for a slot that sessions hold.
         """
         tensors = self._probes[model.name]
-        if tensors is None or is_interactive(model.config):
+        if tensors is None or is_interactive(model):
             return
         if is_canary and not model.takes_canaries:
             return
@@ -110,12 +114,16 @@ class Hosted:
 
 def weights_of(model: HostedModel, repository: Path | None) -> Path | None:
     """Return the folder of a model's weights, None if this process cannot read it."""
-    parameters = parameters_of(model.config)
-    path, tp_size = (parameters.get(e) for e in ("model_checkpoint_path", "tensor_para_size"))
-    folder = None if path is None else Path(path)
-    if folder is None and repository is not None and tp_size is not None:
-        folder = repository / model.name / model.version / f"{tp_size}-gpu"
-    return folder if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    if repository is None and "model_checkpoint_path" not in parameters_of(model.config):
+        return None
+    fields = json_format.MessageToDict(model.config, preserving_proto_field_name=True)
+    folder = (repository or Path()) / model.name
+    try:
+        settings = read_settings(ModelArguments(fields, folder, version=model.version))
+    except ValueError:  # another project's model
+        return None
+    path = settings.checkpoint_path
+    return path if (path / CONFIG_NAME).is_file() else None
 
 
 def _hidden_size(weights: Path | None) -> int | None:

@@ -1,11 +1,10 @@
 """Probes: the smallest valid request to a model, which shows whether it answers."""
 
-from typing import Any
-
 import numpy as np
-from tritonclient.grpc import model_config_pb2
 
+from inference.backend.requests import Array
 from inference.front.validation import DATATYPES
+from inference.host.models import HostedModel
 
 # Two tokens in and two out: prefill and a decode step both run, and warm the model up.
 _TOKENS = 2
@@ -29,36 +28,33 @@ _NUMBERS = {
 _HIDDEN_TYPES = ("FP32", "FP16", "BF16")
 
 
-def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[Any, Any]] | None:
-    """Return the inputs of a probe for a model with this ModelConfig message.
+def probe_tensors(model: HostedModel, *, hidden: int | None) -> dict[str, Array] | None:
+    """Return the inputs of a probe for a model.
 
     `hidden` is the width of the hidden states that an encoder may take as input; the result is None
     for such a model if it is unknown.
     """
-    needed = (_MAX_LENGTH, _SESSION_LEN) if is_interactive(config) else (_MAX_LENGTH,)
+    needed = (_MAX_LENGTH, _SESSION_LEN) if is_interactive(model) else (_MAX_LENGTH,)
     found = {}
-    for tensor in config.input:
-        if tensor.optional and tensor.name not in needed:
+    for tensor in model.inputs.values():
+        if tensor.is_optional and tensor.name not in needed:
             continue
-        kind = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+        kind = tensor.datatype
         dims = [max(size, 1) for size in tensor.dims]
         value: int | bytes = _NUMBERS.get(tensor.name, 0 if kind == "BOOL" else 1)
         if kind in _HIDDEN_TYPES and len(dims) > 1:
             if hidden is None:
                 return None
             dims[-2:] = [_TOKENS, hidden]
-        elif kind == "STRING":
+        elif kind == "BYTES":
             value = _TEXTS.get(tensor.name, b"")
         elif tensor.name == _IDS:
             dims[-1] = _TOKENS
-        dtype = DATATYPES[kind.replace("STRING", "BYTES").replace("BF16", "FP32")]
-        found[tensor.name] = np.full([1] * bool(config.max_batch_size) + dims, value, dtype)
+        dtype = DATATYPES["FP32" if kind == "BF16" else kind]
+        found[tensor.name] = np.full([1] * bool(model.config.max_batch_size) + dims, value, dtype)
     return found
 
 
-def is_interactive(config: Any) -> bool:
+def is_interactive(model: HostedModel) -> bool:
     """Return whether requests belong to sessions, of the model or of an ensemble's step."""
-    return bool(
-        config.HasField("sequence_batching")
-        or any(tensor.name == _SESSION_LEN for tensor in config.input)
-    )
+    return model.keeps_sessions or _SESSION_LEN in model.inputs

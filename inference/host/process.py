@@ -153,8 +153,7 @@ class _Host:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(self._fail(error))  # engines that have loaded need no time to end
-        self._link.send(models=[*hosted.models])
-        await self._watch(hosted)
+        await self._announce(hosted)
         self._spawn(_watch_loop())
         while True:
             await self._link.reload.wait()
@@ -169,11 +168,13 @@ class _Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self, hosted: Hosted) -> None:
-        """Send canaries to these models instead of the former ones."""
+    async def _announce(self, hosted: Hosted) -> None:
+        """Send canaries to these models instead of the former ones, and tell the owner of them."""
         if self._canaries is not None:
             await self._canaries.close()
         self._canaries = Canaries(hosted, self._settings.canaries, on_failure=self._shut_down)
+        models = {name: dict(model.about) for name, model in hosted.models.items()}
+        self._link.send(models=models)
 
     async def _load(self, hosted: Hosted) -> None:
         await hosted.load(lambda line: self._link.send(says=line))
@@ -203,8 +204,7 @@ class _Host:
         except Exception as error:  # of any kind: no model is loaded now
             self._shut_down(f"the weights of {source} could not be loaded: {error}")
             return
-        await self._watch(new)
-        self._link.send(models=[*new.models])
+        await self._announce(new)
 
     async def _reload(self, source: str) -> None:
         """Serve a repository as it is now; running requests finish with the former models.
@@ -215,8 +215,7 @@ class _Host:
             return
         self._spawn(self._exchange(new))
         await asyncio.sleep(0)  # lets the task start: new requests go to the new models
-        await self._watch(new)
-        self._link.send(models=[*new.models])
+        await self._announce(new)
 
     async def _exchange(self, new: Hosted) -> None:
         await (await self._context.exchange(new)).close()

@@ -8,18 +8,17 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
+import pickle
 import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf import json_format
-from tritonclient.grpc import model_config_pb2
 
 from export_scripts.triton.model_config import parameters_of, parse_config
 from inference.backend.arguments import ModelArguments
@@ -27,15 +26,17 @@ from inference.backend.encoder_backend import complete_hidden_states, fastertran
 from inference.backend.engine_model import EngineModel
 from inference.backend.instances import Instance
 from inference.backend.metrics import exposition
-from inference.backend.requests import Array, InferRequest, ModelError, Tensors
+from inference.backend.requests import Array, InferRequest, ModelError, Tensors, readable
 from inference.backend.tensor_model import TensorModel
 from inference.decoding.rows import SessionTurn
 from inference.front.guard import RejectedError
 from inference.front.workers import Workers
+from inference.host.engine_process import LoadOrder
 from inference.host.engine_start import end_early
 from inference.host.engines import EngineProcess
 from inference.host.models import (
     HostedEnsemble,
+    HostedInstance,
     HostedInstances,
     HostedModel,
 )
@@ -61,6 +62,7 @@ _FIELDS = {
     *("model_transaction_policy", "dynamic_batching", "sequence_batching"),
     *("ensemble_scheduling", "optimization"),
 }
+_DEFAULT_IDLE_US = 1_000_000  # of a session, as in tritonserver
 _ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
 
 
@@ -77,6 +79,7 @@ class Repository:
 
     Attributes:
         configs: each model's configuration and the version that is served.
+        orders: how to load each model; ensembles have no order.
         former: a repository whose engines `load` reuses for models that agree; it is closed.
     """
 
@@ -97,6 +100,7 @@ class Repository:
         self._loaded_ns = time.time_ns()
         self._engines: dict[str, EngineProcess] = {}  # by the instance of a model
         self.configs: dict[str, tuple[Any, str]] = {}
+        self.orders: dict[str, LoadOrder] = {}
         if not folder.is_dir():
             raise UnservedError([f"{folder} is not a folder"])
         problems = [
@@ -115,9 +119,8 @@ class Repository:
         Raises UnservedError, after closing the models that did load.
         """
         problems = []
-        simple = [n for n, (config, _) in self.configs.items() if not _is_ensemble(config)]
         # Start engines first: text models load while ranks start.
-        simple.sort(key=lambda name: not _is_engine(self.folder / name, self.configs[name][0]))
+        simple = sorted(self.orders, key=lambda n: not issubclass(self.orders[n].kind, EngineModel))
         loads = [self._loaded(name, say) for name in simple]
         loaded = await asyncio.gather(*loads, return_exceptions=True)
         await asyncio.to_thread(end_early)
@@ -127,19 +130,13 @@ class Repository:
             if isinstance(found, HostedModel):
                 self.models[name] = found
             else:  # an exception of any kind
-                problems.append(f"model {name}: {_readable(found)}")
+                problems.append(f"model {name}: {readable(found)}")
         if not problems:
             problems += [self._ensemble_problem(name) for name in self._ensembles_in_order()]
         if problems := list(filter(None, problems)):
             await self.close()
             raise UnservedError(problems)
         self.models = dict(sorted(self.models.items()))
-
-    def text_model_source(self, name: str) -> TextModelSource:
-        """Return the description from which other processes load a text model."""
-        config, version = self.configs[name]
-        folder = self.folder / name
-        return TextModelSource(folder, version, config.SerializeToString(), self._loaded_ns)
 
     async def metrics(self) -> list[str]:
         """Return the lines of the engines' metrics. Raises RejectedError."""
@@ -157,11 +154,21 @@ class Repository:
 
     def _problem_of(self, path: Path) -> str:
         """Read a configuration; return why it cannot be served, "" if it can."""
+        folder = path.parent
         try:
             config = _read_config(path)
-            self.configs[path.parent.name] = config, _version(path.parent, config)
+            fields = json_format.MessageToDict(config, preserving_proto_field_name=True)
+            if config.backend == _NVIDIA:
+                complete_hidden_states(fields)
+                config = json_format.ParseDict(fields, config.__class__())
+            kind = None if _is_ensemble(config) else _model_kind(folder, config)
+            version = _version(folder, config)
         except (OSError, ValueError) as error:
-            return f"model {path.parent.name}: {error}"
+            return f"model {folder.name}: {error}"
+        self.configs[folder.name] = config, version
+        if kind is not None:
+            arguments = ModelArguments(fields, folder, version=version)
+            self.orders[folder.name] = LoadOrder(kind, arguments)
         return ""
 
     def _ensemble_problem(self, name: str) -> str:
@@ -181,7 +188,7 @@ class Repository:
         parts = {
             name: [step.model_name for step in config.ensemble_scheduling.step]
             for name, (config, _) in self.configs.items()
-            if _is_ensemble(config)
+            if name not in self.orders
         }
         try:
             yield from filter(parts.__contains__, TopologicalSorter(parts).static_order())
@@ -189,34 +196,31 @@ class Repository:
             raise ValueError(f"the ensembles {', '.join(parts)} contain each other") from error
 
     async def _loaded(self, name: str, say: Callable[[str], None]) -> HostedModel:
-        config, version = self.configs[name]
-        folder = self.folder / name
+        (config, version), order = self.configs[name], self.orders[name]
         say(f"loading {name}")
-        arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-        model = _new_model(folder, config)
-        if isinstance(model, TensorModel):
-            model.run_in_worker = partial(self._run_in_worker, self.text_model_source(name))
-            await asyncio.to_thread(model.load, ModelArguments(arguments, folder, version=version))
-            say(f"loaded {name}")
-            return HostedInstances(config, version, [model])
-        groups = arguments.get("instance_group") or [{}]
-        count = sum(int(group.get("count", 1)) or 1 for group in groups)
-        instances = []
-        for number in range(count):
-            key = f"{name}_{number}"
+        instances: list[HostedInstance] = []
+        if issubclass(order.kind, TensorModel):
+            model = order.kind()
+            # The time distinguishes a repository that is loaded again.
+            source = pickle.dumps((order, self._loaded_ns))
+            model.run_in_worker = partial(self._run_in_worker, source)
+            await asyncio.to_thread(model.load, order.arguments)
+            instances.append(model)
+        count = sum(group.count or 1 for group in config.instance_group) or 1
+        for number in range(0 if instances else count):
+            key, folder = f"{name}_{number}", self.folder / name
             engine = self.former._engines.pop(key, None) if self.former is not None else None
             engine = self._engines[key] = engine or EngineProcess(folder, self._on_failure)
-            instance = Instance(number, count)
-            instance_arguments = ModelArguments(
-                arguments, folder, version=version, instance=instance
+            arguments = ModelArguments(
+                order.arguments.config, folder, version=version, instance=Instance(number, count)
             )
-            await engine.load(type(model), instance_arguments)
+            await engine.load(LoadOrder(order.kind, arguments))
             instances.append(engine)
         say(f"loaded {name}")
         return HostedInstances(config, version, instances)
 
     async def _run_in_worker(
-        self, source: TextModelSource, request: InferRequest, size_bytes: int
+        self, source: bytes, request: InferRequest, size_bytes: int
     ) -> dict[str, Array]:
         """Answer a request to a text model in a worker process. Raises ValueError."""
         work = answer_texts, source, request.tensors, request.turn
@@ -226,42 +230,26 @@ class Repository:
             raise ValueError(str(error)) from None
 
 
-@dataclass(frozen=True)
-class TextModelSource:
-    """A text model of a repository, for worker processes that load it on first use.
-
-    `config` is its serialized ModelConfig. `loaded_ns` distinguishes a reloaded repository.
-    """
-
-    folder: Path
-    version: str
-    config: bytes
-    loaded_ns: int
-
-
-def answer_texts(
-    place: TextModelSource, tensors: Tensors, turn: SessionTurn | None
-) -> dict[str, Array]:
+def answer_texts(source: bytes, tensors: Tensors, turn: SessionTurn | None) -> dict[str, Array]:
     """Return the outputs of a text model; runs in a worker process. Raises ValueError."""
-    return _loaded_text_model(place).answer(tensors, turn)
+    return _text_model(source).answer(tensors, turn)
 
 
 @functools.lru_cache(maxsize=8)  # enough for a repository and its successor
-def _loaded_text_model(source: TextModelSource) -> TensorModel:
-    config = model_config_pb2.ModelConfig.FromString(source.config)
-    model = _new_model(source.folder, config)
-    assert isinstance(model, TensorModel)
-    arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    model.load(ModelArguments(arguments, source.folder, version=source.version))
+def _text_model(source: bytes) -> TensorModel:
+    """Load a text model by its pickled order, on first use."""
+    order, _ = pickle.loads(source)
+    model: TensorModel = order.kind()
+    model.load(order.arguments)
     return model
 
 
 def check_text_models(folder: Path) -> None:
     """Read a repository and load its text models. Raises ValueError if one cannot be served."""
     found = Repository(folder, on_failure=lambda _: None, workers=Workers(1))
-    for name, (config, _) in found.configs.items():
-        if not _is_ensemble(config) and isinstance(_new_model(folder / name, config), TensorModel):
-            _loaded_text_model(found.text_model_source(name))
+    for order in found.orders.values():
+        if issubclass(order.kind, TensorModel):
+            order.kind().load(order.arguments)
 
 
 def _read_config(path: Path) -> Any:
@@ -270,20 +258,16 @@ def _read_config(path: Path) -> Any:
     config.name = config.name or folder.name
     if config.name != folder.name:
         raise ValueError(f"config.pbtxt names it {config.name}; a model has the name of its folder")
+    if config.HasField("sequence_batching"):
+        batching = config.sequence_batching
+        idle_us = batching.max_sequence_idle_microseconds
+        batching.max_sequence_idle_microseconds = idle_us or _DEFAULT_IDLE_US
     unknown = sorted(field.name for field, _ in config.ListFields() if field.name not in _FIELDS)
     if unknown:
         raise ValueError(
             f"config.pbtxt sets {', '.join(unknown)}, which this server does not follow; remove "
             f"that, or {_USE_TRITON}"
         )
-    if config.backend == _NVIDIA:
-        completed = json_format.MessageToDict(config, preserving_proto_field_name=True)
-        completed.setdefault("input", [])
-        completed.setdefault("output", [])
-        complete_hidden_states(completed)
-        config = json_format.ParseDict(completed, config.__class__())
-    if not _is_ensemble(config):
-        _new_model(folder, config)  # refuses scripts that are not this project's
     return config
 
 
@@ -311,12 +295,8 @@ def _is_ensemble(config: Any) -> bool:
     return bool(config.platform == _ENSEMBLE or config.HasField("ensemble_scheduling"))
 
 
-def _is_engine(folder: Path, config: Any) -> bool:
-    return isinstance(_new_model(folder, config), EngineModel)
-
-
-def _new_model(folder: Path, config: Any) -> EngineModel | TensorModel:
-    """Return a new model of the kind in a folder. Raises ValueError for a third party's."""
+def _model_kind(folder: Path, config: Any) -> type[Any]:
+    """Return the model in a folder, an engine's or a text model. Raises ValueError for others."""
     if config.backend == _NVIDIA:
         return fastertransformer_model(parameters_of(config))
     if config.backend != "python":
@@ -326,9 +306,7 @@ def _new_model(folder: Path, config: Any) -> EngineModel | TensorModel:
     name = config.default_model_filename or "model.py"
     for script in sorted(folder.glob(f"*/{name}")):
         if found := _imported_model(script.read_text(encoding="utf-8")):
-            model = pkgutil.resolve_name(f"{_MODULES}{found[0]}:{found[1]}")()
-            assert isinstance(model, (EngineModel, TensorModel))
-            return model
+            return cast("type[Any]", pkgutil.resolve_name(f"{_MODULES}{found[0]}:{found[1]}"))
     raise ValueError(
         f"{name} is not a model of this project, and this server runs no other code; {_USE_TRITON}"
     )
@@ -348,9 +326,3 @@ def _imported_model(text: str) -> tuple[str, str] | None:
     found = module.removeprefix(_MODULES), name.name
     is_own = module.startswith(_MODULES) and name.asname == "TritonPythonModel"
     return found if is_own and found in _SCRIPTS else None
-
-
-def _readable(error: BaseException) -> str:
-    """Return an error's text in valid UTF-8, which file names in it may not be."""
-    text = str(error) or type(error).__name__
-    return text.encode(errors="surrogateescape").decode(errors="replace")

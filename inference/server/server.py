@@ -135,6 +135,10 @@ class ModelServer(ServedProcess):
         self.models = link.models
         progress("ready")
 
+    def identity(self, model: str) -> dict[str, str]:
+        """Return which checkpoint a ready model serves, see `served_identity`; {} if unknown."""
+        return dict(self._link.news["models"][model])
+
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client."""
         return float(self._link.news["used"])
@@ -156,7 +160,7 @@ class ModelServer(ServedProcess):
         unless an exchange has failed, which ends it.
         """
         link = self._link
-        link.news |= {"models": [], "kept": ""}
+        link.news |= {"models": {}, "kept": ""}
         self.model_repository = repository or self.model_repository
         link.send(Reload(self._source(), exchanges))
         deadline = time.monotonic() + timeout_s
@@ -194,7 +198,7 @@ class HostLink:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.news: dict[str, Any] = {"models": [], "used": time.time()}
+        self.news: dict[str, Any] = {"models": {}, "used": time.time()}
         self._connection = connection
         self._changed = threading.Condition()
         self._lines: list[str] = []

@@ -6,18 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from foundations import __version__
-from stages.serving import served_by
+import pytest
 
-CONFIG = 'parameters { key: "data_type" value: { string_value: "bf16" } }'
+from stages import serving
 
 
-def test_it_comes_from_the_repository_as_far_as_it_can_be_read(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace(folder=tmp_path, weights_dir=tmp_path / "none")
-    unknown = {"checkpoint": "", "data_type": "", "quantization": "none", "version": __version__}
-    assert served_by(config, "m") == unknown
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
-    assert served_by(config, "m") == unknown | {"data_type": "bf16"}
-    (tmp_path / "m" / "config.pbtxt").write_text("{")
-    assert served_by(config, "m") == unknown
+@pytest.mark.parametrize(
+    ("said", "published"),
+    [
+        ({"checkpoint": "1f", "data_type": "bf16"}, {"checkpoint": "1f", "data_type": "bf16"}),
+        ({"checkpoint": "", "data_type": "bf16"}, {"checkpoint": "of 1-gpu", "data_type": "bf16"}),
+        ({}, {}),
+    ],
+)
+def test_it_is_what_the_server_says_and_what_only_this_machine_can_read(
+    said: dict[str, str], published: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "checkpoint_hash", lambda folder: f"of {folder.name}")
+    config: Any = SimpleNamespace(weights_dir=Path("1-gpu"))
+    server: Any = SimpleNamespace(identity=lambda _: said)
+    assert serving._served_by(config, server, "m") == published

@@ -18,7 +18,7 @@ from ml_dtypes import bfloat16
 from inference.backend.arguments import ModelArguments
 from inference.backend.requests import TOKENS, InferRequest, ModelError
 from inference.host import engines
-from inference.host.engine_process import MAX_UNREAD
+from inference.host.engine_process import MAX_UNREAD, LoadOrder
 from inference.host.engines import EngineProcess
 from tests.unit.inference.host.engine_models import Scripted
 
@@ -46,7 +46,8 @@ async def loaded(**parameters: str) -> AsyncIterator[tuple[EngineProcess, list[s
     lost: list[str] = []
     engine = EngineProcess(Path("/there/m"), lost.append)
     try:
-        await engine.load(Scripted, ModelArguments({"name": "m", "parameters": given}, "/there/m"))
+        arguments = ModelArguments({"name": "m", "parameters": given}, "/there/m")
+        await engine.load(LoadOrder(Scripted, arguments))
         yield engine, lost
     finally:
         await engine.close()

@@ -13,18 +13,19 @@ from export_scripts.triton.signature import (
     interactive,
     model_signature,
 )
+from inference.host.models import HostedModel
 from inference.host.probe import probe_tensors
 
 
-def config_of(signature: ModelSignature, **options: Any) -> Any:
-    """Return a configuration as a server reports it."""
+def model_of(signature: ModelSignature, **options: Any) -> HostedModel:
+    """Return a model with a configuration as a server reports it."""
     settings: dict[str, Any] = {"name": "m", "backend": "python", "max_batch_size": 4} | options
     text = TritonModelConfig(signature=signature, **settings).to_text()
-    return parse_config(text)
+    return HostedModel(parse_config(text), "1")
 
 
-def tensors_of(config: Any, hidden: int | None = None) -> dict[str, Any]:
-    found = probe_tensors(config, hidden=hidden)
+def tensors_of(model: HostedModel, hidden: int | None = None) -> dict[str, Any]:
+    found = probe_tensors(model, hidden=hidden)
     assert found is not None
     return found
 
@@ -37,7 +38,7 @@ def values(array: Any, dtype: str) -> list[Any]:
 
 @pytest.mark.parametrize("model_type", ["GPT", "GPT-J", "GPT-NeoX", "Llama"])
 def test_request_to_a_generator_is_two_tokens_in_and_two_out(model_type: str) -> None:
-    tensors = tensors_of(config_of(model_signature(model_type, data_type="fp16")))
+    tensors = tensors_of(model_of(model_signature(model_type, data_type="fp16")))
     assert set(tensors) == {"input_ids", "input_lengths", "request_output_len"}
     assert values(tensors["input_ids"], "<u4") == [[0, 0]]
     assert values(tensors["input_lengths"], "<u4") == [[2]]
@@ -45,13 +46,13 @@ def test_request_to_a_generator_is_two_tokens_in_and_two_out(model_type: str) ->
 
 
 def test_request_to_an_encoder_decoder_has_its_names() -> None:
-    tensors = tensors_of(config_of(model_signature("T5", data_type="fp32")))
+    tensors = tensors_of(model_of(model_signature("T5", data_type="fp32")))
     assert set(tensors) == {"input_ids", "sequence_length", "max_output_len"}
 
 
 def test_request_to_an_ensemble_is_a_short_text() -> None:
     signature = ensemble(model_signature("GPT", data_type="fp32"))
-    tensors = tensors_of(config_of(signature))
+    tensors = tensors_of(model_of(signature))
     assert set(tensors) == {"INPUT_0", "INPUT_1"}
     assert values(tensors["INPUT_0"], "O") == [[b"Hello"]]
 
@@ -62,15 +63,15 @@ def test_request_to_an_ensemble_is_a_short_text() -> None:
 def test_request_of_hidden_states_needs_their_width(
     data_type: str, dtype: str, ones: float
 ) -> None:
-    config = config_of(model_signature("bert", data_type=data_type))
-    assert probe_tensors(config, hidden=None) is None
-    tensors = tensors_of(config, hidden=3)
+    model = model_of(model_signature("bert", data_type=data_type))
+    assert probe_tensors(model, hidden=None) is None
+    tensors = tensors_of(model, hidden=3)
     assert values(tensors["input_hidden_state"], dtype) == [[[ones] * 3] * 2]
     assert values(tensors["sequence_lengths"], "<i4") == [[2]]
 
 
 def test_request_of_a_session_says_how_much_it_holds() -> None:
     signature = interactive(model_signature("GPT", data_type="fp32"))
-    tensors = tensors_of(config_of(signature, interactive=True, max_batch_size=1))
+    tensors = tensors_of(model_of(signature, interactive=True, max_batch_size=1))
     assert tensors["input_ids"].shape == (1, 1, 2)
     assert tensors["session_len"].shape == (1, 1, 1)

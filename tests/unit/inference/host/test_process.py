@@ -44,7 +44,7 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
         host._link.reload = asyncio.Event()
         following = asyncio.create_task(host._load_and_follow())
         for count in (1, 2, 3):
-            while events.count({"models": []}) < count:
+            while events.count({"models": {}}) < count:
                 await asyncio.sleep(0)
             host._link.order = Reload("there")
             host._link.reload.set()
