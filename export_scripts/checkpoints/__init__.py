@@ -64,8 +64,7 @@ def recognise_format(path: Path) -> str:
     raise ValueError(
         f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}); expected a .nemo "
         "archive, a folder with config.json and weights, one with mp_rank_* folders, or one with "
-        "the .metadata of a distributed checkpoint"
-        + (f" ({foreign})" if (foreign := foreign_weights(path)) else "")
+        "the .metadata of a distributed checkpoint" + foreign_weights(path)
     )
 
 
@@ -106,10 +105,8 @@ def open_checkpoint(
             open_nemo, scratch_dir=scratch_dir, depths=depths, name=name
         )
     elif base is not None:
-        foreign = foreign_weights(path)
         raise ValueError(
-            f"{path} is a {found} checkpoint; expected a NeMo archive"
-            + (f" ({foreign})" if foreign else "")
+            f"{path} is a {found} checkpoint; expected a NeMo archive" + foreign_weights(path)
         )
     elif settings is not None and found != "torch_dcp":
         raise ValueError(

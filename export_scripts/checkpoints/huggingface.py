@@ -66,13 +66,14 @@ def is_huggingface(path: Path) -> bool:
 
 
 def foreign_weights(path: Path) -> str:
-    """Return the unsupported weights in a folder, or in a file, with the remedy; empty if none."""
-    return "; ".join(
+    """Return the unsupported weights in a folder, or in a file, with the remedy in brackets."""
+    found = "; ".join(
         f"{file.name} is {what}"
         for pattern, what in read_table(Path(__file__).with_name("foreign_weights.yaml")).items()
         for file in ([path] if path.is_file() else sorted(path.glob(pattern))[:1])
         if file.match(pattern)
     )
+    return f" ({found})" if found else ""
 
 
 def snapshots(path: Path) -> list[Path]:
@@ -243,7 +244,7 @@ def _weight_files(
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
         "model.safetensors, pytorch_model.bin, or either's index with its shards"
-        + (f" ({foreign})" if (foreign := foreign_weights(path)) else "")
+        + foreign_weights(path)
     )
 
 
