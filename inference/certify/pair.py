@@ -35,6 +35,7 @@ from export_scripts.checkpoints.huggingface import (
 from export_scripts.checkpoints.quantized import (
     QUANTIZATION,
     SCALES_OF_ACTIVATIONS,
+    WidePiece,
     quantization,
     with_plain_weights,
 )
@@ -66,8 +67,8 @@ _PLACEHOLDER_TOKENS = (("start_id", "0"), ("end_id", "0"))
 TIE = "tie_word_embeddings"
 OTHER_FILE = "another file"  # kind of a remark
 # Patterns of weight files that libraries load: adapters, then all of them.
-_ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin")
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", _ADAPTERS[1], "*.gguf", "consolidated*.pt*")
+_ADAPTERS = ("adapter_model*.safetensors", "adapter_model*.bin", "adapter_model*.pt")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", *_ADAPTERS[1:], "*.gguf", "consolidated*.pt*")
 # Vocabularies that only some libraries read, none of those with which texts are compared.
 _VOCABULARIES = ("*.tiktoken", "tiktoken.model", "tekken.json", "*.spm")
 # Files that do not affect a loaded model.
@@ -229,6 +230,7 @@ def open_folder(path: Path) -> Folder:
         if quantised is not None and is_plain:
             detail = "no tensor is quantised, and some libraries would quantise them"
             problems.append(Remark(DIFFERS, "quantisation", QUANTIZATION, detail))
+        problems += _ignored(reader, quantised or {})
     except CheckpointMismatchError as error:
         problems += [
             Remark(DIFFERS if " is missing" in p else NOT_COMPUTED, "quantisation", path.name, p)
@@ -254,6 +256,16 @@ def open_folder(path: Path) -> Folder:
         except CheckpointMismatchError:
             problems += [Remark(DIFFERS, "config.json", path.name, p) for p in error.problems]
     return Folder(facts, mapping, config, quantised, tuple(problems))
+
+
+def _ignored(reader: CheckpointReader, quantised: Mapping[str, Any]) -> Iterator[Remark]:
+    """Yield quantised matrices that the settings leave out, which libraries load without scales."""
+    stated = (quantised.get(name) or () for name in ("ignore", "modules_to_not_convert"))
+    names = [name.strip(".") for name in itertools.chain.from_iterable(stated)]
+    for key, (piece, *_) in reader.tensors.items():
+        module = f".{key.removesuffix('weight')}"
+        if isinstance(piece, WidePiece) and any(f".{name}." in module for name in names):
+            yield Remark(DIFFERS, "quantised", key, f"{QUANTIZATION} leaves it out")
 
 
 def _index_mismatches(path: Path, reader: CheckpointReader) -> Iterator[Remark]:

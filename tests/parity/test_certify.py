@@ -291,6 +291,12 @@ def scale_of_the_cache(copy: Copy, value: float = 1e9) -> None:
     fp8(copy, off=False)
 
 
+def ignored(copy: Copy) -> None:
+    fp8(copy, off=False)
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    copy.setting(quantization_config={**settings, "modules_to_not_convert": ["layers.1.mlp"]})
+
+
 def lose_scale(copy: Copy) -> None:
     fp8(copy, off=False)
     del copy.tensors[f"{UP}_scale_inv"]
@@ -486,6 +492,9 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a scale of FP8 that is lost": (
         "llama", lose_scale, "tensors",
         f"{UP}_scale_inv is missing", "",
+    ),
+    "a quantised matrix that the settings leave out": (
+        "llama", ignored, "tensors", UP, "leaves it out",
     ),
     "a scale of activations that is not a number": (
         "llama", lambda c: scale_of_the_cache(c, torch.nan), "tensors",
@@ -837,9 +846,12 @@ def test_values_that_are_no_numbers_are_equal_to_themselves(
     tmp_path: Path, sources: Sources
 ) -> None:
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
-    source.tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    source.tensors[UP][0, :2] = torch.tensor([torch.nan, 0.0])
     source.save()
-    certificate = made(source.path, shutil.copytree(source.path, tmp_path / "folder"), layers=True)
+    copy = Copy(shutil.copytree(source.path, tmp_path / "folder"))
+    copy.tensors[UP][0, 1] = -0.0
+    copy.save()
+    certificate = made(source.path, copy.path, layers=True)
     layers = part(certificate, "layers")
     assert certificate.status == layers.status == "equal up to", certificate_text(certificate)
     assert [each.where for each in layers.findings] == ["layer 1"]
