@@ -41,10 +41,17 @@ class Console:
         self._phase = ""
         self._state = ProgressState()
         self._is_line_open = False
+        self._said: set[str] = set()
 
     def say(self, text: str = "") -> None:
         """Write a whole line."""
         self.write(f"{text}\n")
+
+    def say_once(self, text: str) -> None:
+        """Write a line unless it was written before: a loop may find the same reason again."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def write(self, text: str) -> None:
         """Write text as it is."""

@@ -130,7 +130,6 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
 def wait_for_rows(config: Config, console: Console) -> None:
     """Wait until the rows' jobs that an earlier command left behind have ended."""
     folders = [Path(config.upgrade.output_dir, name) for name in config.upgrade.rows]
-    said: set[str] = set()
     while alive := [
         f"{folder.name}: the job {job.job_id} of {job.stage}"
         for folder in filter(Path.is_dir, folders)
@@ -138,9 +137,7 @@ def wait_for_rows(config: Config, console: Console) -> None:
         if live_job_problem(job, folder)
     ]:
         for text in alive:
-            if text not in said:
-                console.say(f"{text} is still running; waiting for its end")
-        said.update(alive)
+            console.say_once(f"{text} is still running; waiting for its end")
         time.sleep(_POLL_S)
 
 

@@ -20,7 +20,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import QueueSlots, SubmissionError
+from launcher_scripts.launchers.base import SubmissionError
 from launcher_scripts.rows import prepare_run
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import (
@@ -90,12 +90,9 @@ class Watch:
             gated=tuple(self.config.evaluate.gate),
         )
         self._last_news = time.time()  # Unix time of the last change of any checkpoint
-        self._scan_error = ""  # last reported error of the run's folder
         self._checkpoints: dict[int, TrainedCheckpoint] = {}  # of the last scan, by step
-        self._reported_unknown: set[Path] = set()
         self._local_runs: dict[int, Run] = {}  # pipelines on this machine, by step
         self._server_runs: dict[int, Run] = {}  # ended pipelines whose server still runs, by step
-        self._reported_slots: QueueSlots | None = None  # last reported lack of queue slots
 
     def problems(self) -> Iterator[str]:
         """Yield the problems that every checkpoint would have."""
@@ -198,15 +195,12 @@ class Watch:
         except OSError as error:  # training deletes a folder, or a file system is unavailable
             if not self.state.watched:
                 raise
-            scan_error = f"{error.filename}: {error.strerror}"
-            if self._scan_error != scan_error:
-                self.console.say(f"cannot read the run's folder, retrying: {scan_error}")
-            self._scan_error = scan_error
+            reason = f"{error.filename}: {error.strerror}"
+            self.console.say_once(f"cannot read the run's folder, retrying: {reason}")
             return
         self._checkpoints = found
-        for path in set(unknown) - self._reported_unknown:
-            self._reported_unknown.add(path)
-            self.console.say(f"{path}: skipped, its name matches no known checkpoint layout")
+        for path in unknown:
+            self.console.say_once(f"{path}: skipped, its name matches no known checkpoint layout")
         for step, checkpoint in found.items():
             watched = self.state.watched.get(step)
             if watched is None:
@@ -298,10 +292,8 @@ class Watch:
         """
         slots = run.launcher.queue_slots()
         if slots is not None and slots.free < len(run.jobs):
-            if slots != self._reported_slots:
-                count = len(run.jobs)
-                self.console.say(f"{run.name}: waiting for {count} queue slots: {slots}")
-            self._reported_slots = slots
+            count = len(run.jobs)
+            self.console.say_once(f"{run.name}: waiting for {count} queue slots: {slots}")
             return False
         others = [*self._local_runs.values(), *self._server_runs.values()]
         taken = [gpu for other in others if not other.has_ended() for gpu in _gpus_of(other)]

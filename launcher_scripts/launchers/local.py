@@ -152,18 +152,15 @@ class LocalLauncher(Launcher):
         launcher would empty it for a job that requests no GPU.
         """
         del after, patience_s
-        job_id, limit_min = (
-            f"{datetime.now():%m%d_%H%M%S_%f}",
-            job.stage.job.resources.time_limit_min,
-        )
+        job_id, step = f"{datetime.now():%m%d_%H%M%S_%f}", self.step(job)
         folder, mark = job.submitit_folder / job_id, uuid.uuid4().hex
         log_path = job.folder / f"log-{job.name}_{job_id}.out"
         folder.mkdir(parents=True)
         paths = JobPaths(folder, job_id)
-        stage_job = StageJob(job.stage, job.record_path, self.name, self.step(job))
+        stage_job = StageJob(job.stage, job.record_path, self.name, step)
         DelayedSubmission(stage_job).dump(paths.submitted_pickle)
         script = folder / self.script_name
-        script.write_text(job_script(job, self.step(job), folder), encoding="utf-8")
+        script.write_text(job_script(job, step, folder), encoding="utf-8")
         environment = clean_environment(os.environ) | {
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
@@ -188,7 +185,8 @@ class LocalLauncher(Launcher):
         except BaseException:  # including Ctrl-C: without a handle nothing else stops the job
             end_processes_of_job(mark)
             raise
-        ends_at = time.monotonic() + max(60 * limit_min - _GRACE_S, 30 * limit_min)
+        limit_s = 60 * job.stage.job.resources.time_limit_min
+        ends_at = time.monotonic() + max(limit_s - _GRACE_S, limit_s / 2)
         result = paths.result_pickle
         return self.handle_class(job, job_id, log_path, process, result, mark, ends_at)
 
