@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from foundations.files.disk import folder_problem, nearest_existing
+from foundations.files.disk import folder_problem
 from launcher_scripts.configuration.schema import Config
 from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, OWNER_VARIABLE
@@ -50,15 +50,10 @@ def _variable_problems(config: Config) -> Iterator[str]:
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    checked: set[Path] = set()
-    refused: list[Path] = []  # folders below these are not reported again
+    named: set[str] = set()  # several keys may name one folder, or folders below it
     for key in _WRITTEN_FOLDERS:
-        if (path_text := config.at(key)) is None:
-            continue
-        there = nearest_existing(Path(path_text))
-        if there in checked or any(there.is_relative_to(each) for each in refused):
-            continue
-        checked.add(there)
-        if problem := folder_problem(there):
-            refused.append(there)
-            yield f"{key}={path_text}: {problem}; choose a folder of yours."
+        folder = config.at(key)
+        problem = None if folder is None else folder_problem(Path(folder))
+        if problem and problem not in named:
+            named.add(problem)
+            yield f"{key}={folder}: {problem}; choose a folder of yours."

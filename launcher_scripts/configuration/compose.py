@@ -212,8 +212,6 @@ def _with_overrides(
         problems += [text for name, text in wrong.items() if name in typed]
         left_out |= typed
         overrides = [override for override in overrides if key_of(override) not in typed]
-    if "action" in left_out:
-        return None, problems, left_out  # problems of a run do not matter without an action
     if not wrong:
         return record, problems, left_out
     # A key that refers to a wrong value has the same problem.
