@@ -87,7 +87,7 @@ class Differences:
             error = np.abs(value - source)
             error[np.isnan(source) & np.isnan(value) | (source == value)] = 0
             error[np.isnan(error)] = np.inf
-            # Zeros may have another sign, and values that are no numbers other bits.
+            # Zeros may have another sign, and NaN other bits.
             bad = wrong & (error > 0) & self._unexplained(source, value, error, at)
             bad |= np.isinf(error)
         self.error = max(self.error, float(error.max(initial=0)))
