@@ -134,9 +134,10 @@ class _Host:
         await link.finish(self._wait_until_idle())
         ends = [runner.cleanup() for runner in self._runners]
         close_s = _END_S if settings.triton is None else _TRITON_END_S
+        closing = asyncio.ensure_future(self._context.current.close())
         for end, limit_s in (
             (asyncio.gather(asyncio.sleep(_FLUSH_S), *ends), _END_S),
-            (self._context.current.close(), close_s),
+            (closing, close_s),
         ):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(end, limit_s)
