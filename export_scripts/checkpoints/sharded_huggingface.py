@@ -283,13 +283,20 @@ def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> Ch
                 problems.append(f"{reader.home}: {theirs} is not zero: {zeros[form]}")
             continue
         ours = renamed(theirs, names)
+        parts: dict[str, Piece] = {}
         if _EXPERT in ours and len(piece.shape) == 3:
             whole = chunked(piece)
             for number in range(whole.shape[0]):
                 (expert,) = whole.select(number).pieces
-                found |= _parts(ours.replace(_EXPERT, str(number)), expert, reader)
+                parts |= _parts(ours.replace(_EXPERT, str(number)), expert, reader)
         else:
-            found |= _parts(ours, piece, reader)
+            parts = _parts(ours, piece, reader)
+        if twice := sorted(parts.keys() & found.keys()):
+            problems.append(
+                f"{reader.home}: {theirs} is {first_names(twice)}, as another tensor is: "
+                "keep one of them"
+            )
+        found |= parts
     for ours, piece in found.items():
         if (match := _ROTATED.search(ours)) and match[1] in order:
             found[ours] = _in_halves(ours, piece, _heads(reader, match[1]))

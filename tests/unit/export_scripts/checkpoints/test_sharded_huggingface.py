@@ -341,6 +341,11 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     copy_settings(model, biased)
     problems = check_conversion(dataclasses.replace(request, checkpoint_path=biased))
     assert any("layers.0.moe.expert_bias_E is not zero" in each for each in problems), problems
+    router = torch.ones(whole["model.layers.0.mlp.gate.weight"].shape)
+    save_alone(tmp_path / "twice", {**whole, "model.layers.0.mlp.router.gate.weight": router})
+    copy_settings(model, tmp_path / "twice")
+    said = "is model.layers.0.mlp.gate.weight, as another tensor is"
+    assert said in refusal(tmp_path / "twice", tmp_path)
 
 
 def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:
