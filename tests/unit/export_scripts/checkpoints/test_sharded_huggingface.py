@@ -345,7 +345,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     save_alone(tmp_path / "twice", {**whole, "model.layers.0.mlp.router.gate.weight": router})
     copy_settings(model, tmp_path / "twice")
     said = "is model.layers.0.mlp.gate.weight, as another tensor is"
-    assert said in refusal(tmp_path / "twice", tmp_path)
+    assert said in refusal(tmp_path / "twice", tmp_path / "refused")
 
 
 def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:

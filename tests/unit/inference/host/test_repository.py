@@ -1,4 +1,4 @@
-"""What a server reads in a repository."""
+"""Tests of what a server reads in a repository."""
 
 from __future__ import annotations
 
