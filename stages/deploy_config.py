@@ -291,7 +291,7 @@ def is_store_url(text: str | None) -> bool:
 
 def problems_of_exchange(config: DeployConfig) -> list[str]:
     """Return why a running server cannot exchange its weights."""
-    remedy = "start a server for each checkpoint (watch.exchange=false)"
+    remedy = "use deploy.server=slipway on one node, or watch.exchange=false"
     found = {
         f"deploy.engine={config.engine}": config.engine != PYTORCH,
         f"deploy.server={config.server}": config.engine == PYTORCH and config.server == PYTRITON,
@@ -300,7 +300,7 @@ def problems_of_exchange(config: DeployConfig) -> list[str]:
         f"a model over {config.nodes} nodes": config.nodes > 1,
     }
     return [
-        f"{setting}: only this project's own server on one node can exchange weights; {remedy}."
+        f"{setting}: only this project's own server can exchange weights; {remedy}."
         for setting, is_set in found.items()
         if is_set
     ]

@@ -52,7 +52,7 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
             "watch.settle_s=0.5", "watch.poll_s=0.2", "evaluate.limit=4",
             "evaluate.latency.enabled=false", "evaluate.lambada.metrics=[lambada_last_token]",
             "evaluate.gate.lambada_last_token='no drop of more than 1 point at 95 %'",
-            f"watch.exchange={exchange}",
+            f"watch.exchange={exchange}", *["deploy.server=slipway"] * exchange,
         ]  # fmt: skip
         started = subprocess.Popen(
             command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE,

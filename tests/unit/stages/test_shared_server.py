@@ -160,4 +160,4 @@ def test_servers_whose_weights_cannot_be_exchanged_are_refused_by_name(
 ) -> None:
     (problem,) = problems_of_exchange(DeployConfig(folder=Path(), model_name="m", **changes))
     assert problem.startswith(text)
-    assert problem.endswith("(watch.exchange=false).")
+    assert problem.endswith("use deploy.server=slipway on one node, or watch.exchange=false.")
