@@ -344,7 +344,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     router = torch.ones(whole["model.layers.0.mlp.gate.weight"].shape)
     save_alone(tmp_path / "twice", {**whole, "model.layers.0.mlp.router.gate.weight": router})
     copy_settings(model, tmp_path / "twice")
-    said = "is model.layers.0.mlp.gate.weight, as another tensor is"
+    said = "router.gate.weight is layers.0.mlp.gate.weight, as another tensor is"
     assert said in refusal(tmp_path / "twice", tmp_path / "refused")
 
 
