@@ -3,11 +3,11 @@
     python -m benchmarks.convert --work-dir DIR [--peer-path FasterTransformer] [--repeats 3]
     python -m benchmarks.convert --work-dir DIR --size-gb 0.1 1 3
 
-A random fp16 GPT-2 is written as a Hugging Face folder and as a torch_dist checkpoint (.metadata,
-*.distcp). Each round then times whole processes in turn: `cp -r` followed by `sync -f`, this
-project's converter (which also syncs), and the peer's (which does not) at each requested number of
-worker processes. The source is in the page cache for all of them. An additional run of each
-measures memory, because sampling it takes time.
+A random fp16 GPT-2, or with `--family llama` a Llama, is written as a Hugging Face folder and as a
+torch_dist checkpoint (.metadata, *.distcp). Each round then times whole processes in turn: `cp -r`
+followed by `sync -f`, this project's converter (which also syncs), and the peer's (which does not)
+at each requested number of worker processes. The source is in the page cache for all of them. An
+additional run of each measures memory, because sampling it takes time.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.program import ROOT, Cell, Options, run
 from export_scripts.convert import default_workers
-from export_scripts.families.gpt.layout import GPT
+from export_scripts.families.table import FAMILIES
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 from inference.server.processes import descendants
@@ -33,18 +33,19 @@ _HUGGING_FACE = ("--output-format", "huggingface")
 _TORCH_DIST = ("--output-format", "torch_dist")
 
 
-def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
-    """Write a GPT-2 of about `size_gb` 10^9 bytes in fp16; return folder, shards, torch_dist."""
-    folder, hidden = work_dir / f"gpt_{size_gb:g}gb", 2048 if size_gb >= 1 else 512
+def write_source(name: str, size_gb: float, work_dir: Path) -> tuple[Path, Path, Path]:
+    """Write a model of about `size_gb` 10^9 bytes in fp16; return folder, shards, torch_dist."""
+    folder, hidden = work_dir / f"{name}_{size_gb:g}gb", 2048 if size_gb >= 1 else 512
     embedded = (_VOCAB + _POSITIONS) * hidden
-    layers = max(2, round((size_gb * 1e9 / 2 - embedded) / (12 * hidden * hidden)))
+    matrices = 12 if name == "gpt" else 16  # of hidden x hidden in a layer
+    layers = max(2, round((size_gb * 1e9 / 2 - embedded) / (matrices * hidden * hidden)))
     shards, source, saved = ft_directory(folder, 1), folder / "huggingface", folder / "torch_dist"
     if not saved.exists():
-        heads = hidden // 64
+        family, heads = FAMILIES[name], hidden // 64
         config = synthetic_config(
-            GPT, hidden=hidden, layers=layers, heads=heads, vocab=_VOCAB, positions=_POSITIONS
+            family, hidden=hidden, layers=layers, heads=heads, vocab=_VOCAB, positions=_POSITIONS
         )
-        synthesize(GPT, config, folder)
+        synthesize(family, config, folder)
         subprocess.run(our_command(shards, folder, 1, *_HUGGING_FACE), cwd=ROOT, check=True)
         subprocess.run(our_command(source, folder, 1, *_TORCH_DIST), cwd=ROOT, check=True)
     return source, shards, saved
@@ -131,7 +132,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the cells of every contender for each size of checkpoint."""
     target = args.work_dir / "output"
     for size_gb in args.size_gb:
-        source, shards, saved = write_source(size_gb, args.work_dir)
+        source, shards, saved = write_source(args.family, size_gb, args.work_dir)
         yield from measure_table(args, commands(args, source, shards, target), source, target)
         yield from measure_saved(args, "torch_dist", saved, target)
         if not args.keep:
@@ -179,6 +180,7 @@ def measure_table(
 _NUMBER = {"type": int, "default": 2}
 OPTIONS: Options = {
     "work_dir": {"help": "folder on the disk to measure"},
+    "family": {"choices": ("gpt", "llama"), "default": "gpt", "help": "kind of model"},
     "size_gb": {"type": float, "nargs": "+", "default": [3.0], "help": "sizes in GB (1e9 bytes)"},
     "tp": {**_NUMBER, "help": "inference tensor-parallel size"},
     "processes": {**_NUMBER, "default": default_workers(), "help": "workers of this project"},
