@@ -747,13 +747,8 @@ def write_autoep(model: Path, kind: str, folder: Path, *, is_universal: bool) ->
             torch.save(held, folder / name)
 
 
-@pytest.mark.parametrize("is_universal", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen2_moe", "deepseek_v3", "mixtral"])
-def test_experts_that_deepspeed_has_distributed_are_read(
-    kind: str, is_universal: bool, tmp_path: Path
-) -> None:
-    model, run = write_model(kind, tmp_path / "model"), tmp_path / "run"
-    write_autoep(model, kind, run, is_universal=is_universal)
+def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
+    """Check that a mixture's trained form is converted to the folder of the model itself."""
     expected, found = (
         read_tensors(
             converted_to(source, tmp_path / name, output_format="huggingface", given=GIVEN)
@@ -762,6 +757,16 @@ def test_experts_that_deepspeed_has_distributed_are_read(
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("is_universal", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen2_moe", "deepseek_v3", "mixtral"])
+def test_experts_that_deepspeed_has_distributed_are_read(
+    kind: str, is_universal: bool, tmp_path: Path
+) -> None:
+    model, run = write_model(kind, tmp_path / "model"), tmp_path / "run"
+    write_autoep(model, kind, run, is_universal=is_universal)
+    check_equal_folders(model, run, tmp_path)
     for file in run.glob("layer_1_expert_0_*"):
         shutil.copy(file, run / file.name.replace("expert_0", "expert_1"))
         assert "and so does another file" in refusal(run, tmp_path / "refused")
@@ -779,14 +784,7 @@ def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path: Path) -> No
     }
     save_alone(run, {"app": {"model": state | counts, "optimizers": optimizer(state)}})
     copy_settings(model, run)
-    expected, found = (
-        read_tensors(
-            converted_to(source, tmp_path / name, output_format="huggingface", given=GIVEN)
-        )
-        for name, source in (("expected", model), ("out", run))
-    )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_equal_folders(model, run, tmp_path)
 
 
 def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path: Path) -> None:
