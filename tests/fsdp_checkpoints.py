@@ -1,14 +1,8 @@
-"""A small Llama as fully sharded training saves it, by two gloo processes on the CPU.
-
-Run as a program with a folder that holds the model, it saves one folder for each way.
-"""
+"""A small Llama as fully sharded training saves it, by gloo processes on the CPU."""
 
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,24 +10,23 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.megatron_ranks import run_forked
+
 WORLD_SIZE = 3
-DEADLINE_S = 240
 
 
 def save_all(folder: Path, log: Path) -> None:
     """Save the model in `folder`/model in every way, each in a folder next to it."""
-    with log.open("w") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.fsdp_checkpoints", str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=out,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    assert done.returncode == 0, log.read_text()[-6000:]
+    run_forked(_save_all, folder, log)
+
+
+def _save_all(folder: Path) -> int:
+    # Imported once for all ranks.
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from torch.multiprocessing.spawn import start_processes
+
+    start_processes(_rank, (folder,), WORLD_SIZE, start_method="fork")
+    return 0
 
 
 def _model(folder: Path, version: int) -> Any:
@@ -124,12 +117,3 @@ def _rank(rank: int, folder: Path) -> None:
     for version in (1, 2):
         _save(folder, version, rank)
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    # Imported once for all ranks.
-    import torch.distributed.fsdp
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from torch.multiprocessing.spawn import start_processes
-
-    start_processes(_rank, (Path(sys.argv[1]),), WORLD_SIZE, start_method="fork")

@@ -1,13 +1,9 @@
-"""Distributed checkpoints saved by megatron-core itself, by several gloo processes on the CPU.
-
-Run as a program with a plan, it imports megatron-core once and forks those processes.
-"""
+"""Distributed checkpoints saved by megatron-core itself, by several gloo processes on the CPU."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -207,5 +203,6 @@ def _save(save: Save) -> None:
     parallel_state.destroy_model_parallel()
 
 
-if __name__ == "__main__":
-    sys.exit(be_ranks(lambda item: _save(Save(**item))))
+def main(plan: Path) -> int:
+    """Save the checkpoints of a plan."""
+    return be_ranks(plan, lambda item: _save(Save(**item)))

@@ -1,13 +1,9 @@
-"""Mixtures of experts saved by megatron-core itself, by gloo processes on the CPU, with logits.
-
-Run as a program with a plan, in the interpreter of any release of megatron-core from 0.16 on.
-"""
+"""Mixtures of experts saved by megatron-core itself, by gloo processes on the CPU, with logits."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,14 +229,10 @@ def without_transformer_engine() -> None:
             vars(latent)[name] = type(name, (), {})
 
 
-def main() -> int:
+def main(plan: Path) -> int:
     """Save the checkpoints of a plan."""
     from megatron.core.fusions import fused_softmax
 
     vars(fused_softmax)["get_sliding_window_causal_mask"] = _window_mask
     without_transformer_engine()
-    return be_ranks(lambda item: _save(Mixture(**item)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return be_ranks(plan, lambda item: _save(Mixture(**item)))

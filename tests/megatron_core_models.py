@@ -1,7 +1,6 @@
 """Logits of megatron-core's own models, loaded from torch_dist checkpoints by gloo processes.
 
-Run as a program with a plan, by any interpreter that has torch and megatron-core; the processes are
-forked once it is imported.
+Run as a program with a plan, by any interpreter that has torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ def _load(load: Load) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def main() -> int:
+def main(plan: Path) -> int:
     """Load the checkpoints of a plan."""
     from megatron.core.fusions import fused_softmax
 
@@ -255,8 +254,8 @@ def main() -> int:
     # Its own makes the mask on a GPU.
     vars(fused_softmax)["get_sliding_window_causal_mask"] = window_mask
     torch.serialization.add_safe_globals([argparse.Namespace])
-    return be_ranks(lambda item: _load(Load(**item)))
+    return be_ranks(plan, lambda item: _load(Load(**item)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))

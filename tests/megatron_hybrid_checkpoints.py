@@ -261,6 +261,11 @@ def _save(save: Hybrid) -> None:
     parallel_state.destroy_model_parallel()
 
 
-if __name__ == "__main__":
+def main(plan: Path) -> int:
+    """Save the checkpoints of a plan."""
     mamba_on_a_cpu.install()
-    sys.exit(be_ranks(lambda item: _save(Hybrid(**item))))
+    return be_ranks(plan, lambda item: _save(Hybrid(**item)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

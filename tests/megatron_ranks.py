@@ -1,12 +1,14 @@
 """Programs that run megatron-core on the CPU, in processes that are ranks of gloo.
 
-A program is a module of tests with a `__main__`, for any interpreter that has torch and
-megatron-core: it imports megatron-core once, and forks the ranks.
+A program is the `main` of a module of tests, which takes the file of a plan. This environment's
+release is imported once, by the process of the tests: it forks the program, which forks the ranks;
+other releases are run by their interpreters.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -23,6 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 300
+_FORK = multiprocessing.get_context("fork")
 # Interpreters of other releases than this environment's, separated as in PATH.
 OTHERS = [*filter(None, os.environ.get("SLIPWAY_MEGATRON_CORE", "").split(os.pathsep))]
 
@@ -34,10 +37,14 @@ def run_ranks(
 
     The `ranks` of a record are the number of processes that work on it, the first ones.
     """
-    if python in (None, sys.executable):
-        importlib.metadata.version("megatron-core")  # raises if it is not installed
     plan, log = (work_dir / f"{module}.{kind}" for kind in ("json", "log"))
     plan.write_text(json.dumps([(item.ranks, dataclasses.asdict(item)) for item in items]))
+    # A forked process cannot use a GPU that its parent has used.
+    if python in (None, sys.executable) and not torch.cuda.is_initialized():
+        importlib.metadata.version("megatron-core")  # raises if it is not installed
+        _import_megatron()
+        run_forked(importlib.import_module(module).main, plan, log)
+        return
     with log.open("w") as out:
         done = subprocess.run(
             [python or sys.executable, "-m", module, str(plan)],
@@ -50,7 +57,32 @@ def run_ranks(
     assert done.returncode == 0, log.read_text()[-6000:]
 
 
-def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
+def run_forked(main: Callable[[Path], int], path: Path, log: Path) -> None:
+    """Run `main` in a process forked from this one, without a second import of torch."""
+    process = _FORK.Process(target=_forked, args=(main, path, log))
+    process.start()
+    process.join(DEADLINE_S)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0, log.read_text()[-6000:]
+
+
+def _forked(main: Callable[[Path], int], path: Path, log: Path) -> None:
+    with log.open("w") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+        sys.stdout = sys.stderr = out
+        torch.set_num_threads(1)
+        sys.exit(main(path))
+
+
+def _import_megatron() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as _files  # noqa: F401
+    from megatron.core.models import gpt as _gpt  # noqa: F401
+    from megatron.core.transformer.moe import moe_utils as _moe  # noqa: F401
+
+
+def be_ranks(plan: Path, work: Callable[[dict[str, Any]], None]) -> int:
     """Fork the ranks, each of which works on its items of the plan; return the exit status.
 
     One that fails, for which the others would wait, ends them.
@@ -61,8 +93,8 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
     cuda.synchronize = lambda *_: None
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_: self
+    _import_megatron()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.models import gpt as _gpt  # noqa: F401 - imported once for all ranks
     from megatron.core.transformer.moe import moe_utils
 
     filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
@@ -70,10 +102,8 @@ def be_ranks(work: Callable[[dict[str, Any]], None]) -> int:
     filesystem_async._results_queue = queue.Queue()
     # 0.16 compares it with None where it was not imported.
     vars(moe_utils).setdefault("te_general_gemm", None)
-    fork = multiprocessing.get_context("fork")
-    plan = Path(sys.argv[1])
     most = max(count for count, _ in json.loads(plan.read_text()))
-    ranks = [fork.Process(target=_rank, args=(plan, rank, work)) for rank in range(most)]
+    ranks = [_FORK.Process(target=_rank, args=(plan, rank, work)) for rank in range(most)]
     for rank in ranks:
         rank.start()
     running = list(ranks)

@@ -1,8 +1,8 @@
 """Settings of megatron-core, alone and in pairs: what its own GPTModel computes with each.
 
-Run as a program (`python -m tests.settings_sweep PLAN`) by any Python with torch and megatron-core,
-it builds the models of a plan, and saves each as Megatron-LM and as Megatron Bridge state theirs,
-next to its logits. Where megatron-core builds no such model, it leaves the reason.
+Run as a program with a plan, by any interpreter that has torch and megatron-core, it builds models,
+and saves each as Megatron-LM and as Megatron Bridge state theirs, next to its logits. Where
+megatron-core builds no such model, it leaves the reason.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import argparse
 import dataclasses
 import inspect
 import itertools
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.megatron_ranks import be_ranks
 
 IDS = (3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23)
 ROWS, LAYERS = 53, 4
@@ -125,6 +126,16 @@ GROUPS: Mapping[str, Mapping[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model to save, in a new folder; its weights depend on the seed."""
+
+    folder: str
+    settings: Mapping[str, Any]
+    seed: int
+    ranks: int = 1
+
+
 def singles() -> list[tuple[str, dict[str, Any]]]:
     """Return a name and the settings of each case of one."""
     return [
@@ -221,11 +232,16 @@ def build(settings: Mapping[str, Any], seed: int) -> Any:
     return model.eval()
 
 
-def save_case(folder: Path, settings: Mapping[str, Any], seed: int) -> None:
+def _save(case: Case) -> None:
     """Save a model, or in `unbuilt` why megatron-core builds none."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    folder = Path(case.folder)
     folder.mkdir(parents=True)
     try:
-        model = build(settings, seed)
+        model = build(case.settings, case.seed)
         ids = torch.tensor([IDS])
         mask = torch.ones(1, 1, len(IDS), len(IDS), dtype=torch.bool).triu(1)
         with torch.no_grad():
@@ -236,17 +252,14 @@ def save_case(folder: Path, settings: Mapping[str, Any], seed: int) -> None:
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     torch.save(logits.float(), folder / "logits.pt")
     torch.save(state, folder / "state.pt")
-    if (args := arguments(settings)) is not None:
+    if (args := arguments(case.settings)) is not None:
         (folder / "megatron" / "mp_rank_00").mkdir(parents=True)
         content = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": state}
         torch.save(content, folder / "megatron" / "mp_rank_00" / "model_optim_rng.pt")
 
 
-def main() -> None:
-    """Save every model of a plan: a list of (folder, settings), the seeds their places in it."""
-    plan = Path(sys.argv[1])
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: "cpu"
+def main(plan: Path) -> int:
+    """Save every model of a plan."""
     # The masks of windows are made on CUDA's device whatever the model's is.
     made: Any = torch.ones
 
@@ -254,18 +267,8 @@ def main() -> None:
         return made(*sizes, **{**more, "device": "cpu"})
 
     torch.ones = on_cpu
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{plan}.rendezvous", rank=0, world_size=1
-    )
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
-    for seed, (folder, settings) in enumerate(json.loads(plan.read_text())):
-        save_case(Path(folder), settings, seed)
-    torch.distributed.destroy_process_group()
+    return be_ranks(plan, lambda item: _save(Case(**item)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(Path(sys.argv[1])))

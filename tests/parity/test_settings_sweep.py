@@ -1,17 +1,12 @@
 """Settings of megatron-core, alone and in pairs, are computed as by its own model, or refused.
 
-MEGATRON_PYTHON names a Python with another megatron-core than the installed one.
+SLIPWAY_MEGATRON_CORE lists interpreters with other releases of it than the installed one.
 """
 
 from __future__ import annotations
 
 import collections
-import importlib.metadata
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +16,18 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from foundations.errors import CheckpointMismatchError
+from tests.megatron_ranks import OTHERS, run_ranks
 from tests.rank_threads import logits_of
-from tests.settings_sweep import BASE, IDS, pairs, singles
+from tests.settings_sweep import BASE, IDS, Case, pairs, singles
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
-ROOT = Path(__file__).resolve().parents[2]
 PAIRS = 4  # all of them in `make soak`
 # Forms of the source, and of the folder that is made of it.
 FOLDERS = (
     ("megatron", "fastertransformer"), ("bridge", "fastertransformer"), ("megatron", "huggingface"),
 )  # fmt: skip
-
-
-def built(cases: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
-    """Let megatron-core save the models of some cases in folders of their numbers."""
-    plan = folder / "plan.json"
-    plan.write_text(
-        json.dumps([(str(folder / str(n)), BASE | each) for n, (_, each) in enumerate(cases)])
-    )
-    python = os.environ.get("MEGATRON_PYTHON", sys.executable)
-    if python == sys.executable:
-        importlib.metadata.version("megatron-core")  # raises if it is not installed
-    command = [python, "-m", "tests.settings_sweep", str(plan)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
 
 
 def outcome(source: Path, expected: torch.Tensor, out: Path, kind: str) -> str:
@@ -79,11 +60,16 @@ def bridge_model(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_settings_alone_and_in_pairs(tmp_path: Path, soak: int) -> None:
+@pytest.mark.parametrize("python", [None, *OTHERS])
+def test_settings_alone_and_in_pairs(python: str | None, tmp_path: Path, soak: int) -> None:
     chosen = pairs()
     random.Random(0).shuffle(chosen)
     cases = [*singles(), *chosen[: PAIRS if soak == 1 else None]]
-    built(cases, tmp_path)
+    plan = [
+        Case(str(tmp_path / str(number)), BASE | settings, number)
+        for number, (_, settings) in enumerate(cases)
+    ]
+    run_ranks("tests.settings_sweep", plan, tmp_path, python=python)
     counts: collections.Counter[str] = collections.Counter()
     wrong = {}
     for number, (name, settings) in enumerate(cases):
