@@ -136,8 +136,11 @@ def jobs_in(
 
     A stage has several jobs if the queue holds some that its record does not name: a chain, or
     jobs whose record was deleted or replaced. The last of these takes over the record unless a live
-    job has it. A damaged record is skipped; its problem is added to `damage` unless the queue holds
-    jobs of that stage.
+    job has it. A damaged record is skipped, and with `damage`, one that cannot be read; its problem
+    is added to that list, unless it is damaged and the queue holds jobs of the stage.
+
+    Raises:
+        OSError: a record cannot be read, and there is no list for its problem.
     """
     queue = get_queue()
     queued = slurm_state.jobs_below(results_dir, queue)
@@ -149,6 +152,10 @@ def jobs_in(
         except DamagedFileError as damaged:
             if damage is not None and stage not in queued:
                 damage.append(str(damaged))
+        except OSError as error:
+            if damage is None:
+                raise
+            damage.append(_unreadable(path, error))
         unrecorded = [each for each in queued.get(stage, ()) if job is None or each != job.job_id]
         if unrecorded and (job is None or job.is_final or not job.job_id):
             new = _queued_record(path, unrecorded.pop(), queue)
@@ -281,6 +288,12 @@ def _remarks(job: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue)
                 yield f"{phase}; job {job.successor} follows" if job.successor else phase
     except DamagedFileError as error:
         yield str(error)
+    except OSError as error:
+        yield _unreadable(folder / PROGRESS_NAME, error)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read ({error.strerror}); make it readable for this user"
 
 
 def _exit_status(records: Iterable[record.JobRecord]) -> int:
@@ -338,7 +351,7 @@ def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Con
             return EXIT_FAILED
         time.sleep(_POLL_S)
         # A job of a chain may have submitted its successor in the meantime.
-        running = [job for job in jobs_in(results_dir) if not job.is_final]
+        running = [job for job in jobs_in(results_dir, damage=[]) if not job.is_final]
     return EXIT_FAILED if any(asked.values()) else EXIT_OK
 
 

@@ -324,6 +324,24 @@ def test_status_names_a_damaged_file_next_to_a_job_that_runs(
     assert "deploy: no log" in shown
 
 
+def test_status_names_a_file_that_cannot_be_read_and_shows_the_other_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stage in ("convert", "deploy"):
+        record = JobRecord("12", stage, stage, "running", host="elsewhere")
+        write_record(tmp_path / stage / "job.json", record)
+    damaged = (tmp_path / "export" / "job.json", tmp_path / "deploy" / "progress.json")
+    for path in damaged:
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(path.name)
+    assert run_action(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
+    shown = capsys.readouterr().out
+    assert "convert  12   running" in shown
+    assert "deploy   12   running" in shown
+    for path in damaged:
+        assert f"{path} cannot be read (Too many levels of symbolic links); make it" in shown
+
+
 def test_process_that_only_has_the_number_of_the_job_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
