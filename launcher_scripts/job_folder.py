@@ -2,9 +2,9 @@
 
 import itertools
 import os
-import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -43,8 +43,8 @@ def write_job_files(
 ) -> list[Path]:
     """Write the configuration and the script of a job, and return their paths.
 
-    Different files of an earlier run are first copied to a new folder below `runs`, and `records`
-    are moved there.
+    If such files of an earlier run differ, or it left `records`, all of these are first moved to a
+    new folder below `runs`: only once the new files are on the disk, which may be full.
     """
     folder = job.folder
     files = {
@@ -54,17 +54,19 @@ def write_job_files(
     others = [
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
     ]
-    if others or any(map(Path.exists, records)):
-        places = (folder / "runs" / str(number) for number in itertools.count(1))
-        kept = next(each for each in places if not each.exists())
-        kept.mkdir(parents=True)
-        for path in filter(Path.exists, files):
-            shutil.copy2(path, kept / path.name)
-        for path in filter(Path.exists, records):
-            path.rename(kept / path.name)
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as place:
+        new = {path: Path(place, path.name) for path in files}
+        for path, text in files.items():
+            new[path].write_text(text, encoding="utf-8")
+        if others or any(map(Path.exists, records)):
+            places = (folder / "runs" / str(number) for number in itertools.count(1))
+            kept = next(each for each in places if not each.exists())
+            kept.mkdir(parents=True)
+            for path in filter(Path.exists, (*files, *records)):
+                path.rename(kept / path.name)
+        for path, written in new.items():
+            written.rename(path)
     return list(files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -258,6 +259,31 @@ def test_second_run_keeps_the_files_of_the_first(tmp_path: Path) -> None:
     assert kept.job_id != latest.job_id
     assert (folder / "runs" / "1" / "write_submission.sh").exists()
     assert len(list(folder.glob("log-*.out"))) == 2
+
+
+def test_full_disk_leaves_the_files_of_the_first_run_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = make_run(WriteStage(settings(tmp_path, "write")))
+    assert first.run_all(wait=False) == 0
+    folder = tmp_path / "write"
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    write_text = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        if path.suffix == ".sh":  # the configuration, which is written before, still fits
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text, **options)
+
+    second, _ = make_run(
+        WriteStage(settings(tmp_path, "write", overwrite=True)), setup=["echo other"]
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            second.run_all(wait=False)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+    assert not list(folder.glob("runs/*"))
 
 
 def test_server_is_stopped_after_the_last_stage(tmp_path: Path) -> None:
