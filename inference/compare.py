@@ -115,7 +115,7 @@ def _compared(first: Run, run: Run | str, name: str, bounds: Bounds) -> Compared
                 f"{methods[metric.name]}"
             )
     found = compare_runs(first, run, name=name)
-    if found.is_paired:
+    if all(task.is_paired for task in found.tasks):
         return found
     return "its samples are not those of the first run, or were scored by other rules"
 
