@@ -152,10 +152,10 @@ def jobs_in(
         except DamagedFileError as damaged:
             if damage is not None and stage not in queued:
                 damage.append(str(damaged))
-        except OSError as error:
+        except OSError as unreadable:
             if damage is None:
                 raise
-            damage.append(_unreadable(path, error))
+            damage.append(_unreadable(path, unreadable))
         unrecorded = [each for each in queued.get(stage, ()) if job is None or each != job.job_id]
         if unrecorded and (job is None or job.is_final or not job.job_id):
             new = _queued_record(path, unrecorded.pop(), queue)

@@ -42,11 +42,14 @@ _PUBLISH_AGAIN_S = 5.0
 _STANDBY_AFTER_S = 30.0
 NOT_NEEDED = "no longer needed"
 _TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
-_RELOAD = "reload"
 
 
 class _EndedError(Exception):
-    """The service should end before its server is ready; the message is the reason."""
+    """The service should end; the message is the reason."""
+
+
+class _LostError(RuntimeError):
+    """The server failed; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -72,7 +75,6 @@ class Service:
     _is_published: bool = field(default=False, init=False)
     _endpoint: ServerEndpoint | None = field(default=None, init=False)  # None until first ready
     _republish_at: float = field(default=0.0, init=False)  # monotonic; 0 if nothing failed
-    _requested: str = field(default="", init=False)  # path in a request to reload
     _standby: LinkedProcess | None = field(default=None, init=False)  # for the next start
 
     def run(self) -> str:
@@ -90,66 +92,73 @@ class Service:
     def _run(self) -> str:
         while True:
             try:
-                reason, failure = self._serve_once()
-            except _EndedError as error:
-                return str(error)
-            except (ServerStartError, OSError) as error:
+                self._serve_once()
+            except _EndedError as ended:
+                return str(ended)
+            except (ServerStartError, OSError, _LostError) as error:
                 if self._endpoint is None:
                     raise  # it has never worked, so a restart will not help
                 self._announce_failure()
-                reason, failure = "", cause_of(error, folder=self.folder)
-            if reason == _RELOAD:
-                self._end_standby()  # its number of restarts is fixed
-                continue  # start with the weights that the running server could not load
-            if not failure:
-                return reason
-            if self._failures >= self.config.max_restarts or not self.config.may_start_again:
-                again = f"the server failed again after {self._failures} restarts: "
-                raise StageError((again if self._failures else "") + failure)
-            self.restarts += 1
-            self._failures += 1
-            if ended := self._wait(failure):
-                return ended
+                failure = cause_of(error, folder=self.folder)
+                if self._failures >= self.config.max_restarts or not self.config.may_start_again:
+                    again = f"the server failed again after {self._failures} restarts: "
+                    raise StageError((again if self._failures else "") + failure) from error
+                self.restarts += 1
+                self._failures += 1
+                if reason := self._wait(failure):
+                    return reason
+                continue
+            self._end_standby()  # its number of restarts is fixed
 
-    def _serve_once(self) -> tuple[str, str]:
-        """Serve; return why the service ended, or why the server failed."""
+    def _serve_once(self) -> None:
+        """Serve until the server has to be started again with other weights.
+
+        Raises:
+            _EndedError: the service ends.
+            _LostError: the server failed.
+        """
+        end: Exception | None = None
         with contextlib.ExitStack() as to_the_end, contextlib.ExitStack() as stack:
             server, endpoint = self._start(stack)
             self._endpoint = endpoint
             # The next start uses the same ports, so that clients find it.
             self.config = self.config.with_ports(**endpoint.ports)
-            reason, failure = _STOPPED, ""
-            with contextlib.suppress(KeyboardInterrupt):
-                try:
-                    outcome = self._watch(server)
-                    while outcome == (_RELOAD, "") and self._reload(server):
-                        outcome = self._watch(server)
-                    reason, failure = outcome
-                except _EndedError as ended:  # during a reload
-                    reason = str(ended)
-            if failure:
+            drain_s = self.config.drain_s
+            try:
+                self._watch(server)
+            except KeyboardInterrupt:
+                end = _EndedError(_STOPPED)
+            except _EndedError as ended:
+                end = ended
+            except _LostError as lost:
                 self._announce_failure()
-                if self.config.nodes > 1:  # a signal may have ended processes on other nodes
-                    number = self.restarts + 1
-                    lost = lost_processes(self.folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
-                    failure = "; ".join([*lost, failure])
-                tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
-                failure = f"{failure}; last lines of {server.log_path}:\n{tail}"
-            if not failure and reason != _RELOAD:  # further signals change nothing
+                end, drain_s = self._described(lost, server), 0.0
+            if isinstance(end, _EndedError):  # further signals change nothing
                 to_the_end.enter_context(uninterrupted(*STOP_SIGNALS))
             try:
-                if reason != _HANDED_OVER:  # after a hand-over the successor reports
+                if str(end) == _HANDED_OVER:
+                    # The successor reports, and running requests may take all the remaining time.
+                    drain_s += max(self.until - time.monotonic(), 0.0)
+                else:
                     self.progress.update("stopping")
-                log_line(f"stopping: {reason or 'the server failed'}")
+                reason = end if isinstance(end, _EndedError) else "the server, for another start"
+                log_line(f"stopping: {reason}")
                 self._withdraw(endpoint)
-                # After a hand-over, running requests may take all the remaining time.
-                left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
-                drain_s = self.config.drain_s + max(left_s, 0.0)
-                server.stop(drain_s=0 if failure else drain_s)
+                server.stop(drain_s=drain_s)
             except KeyboardInterrupt:  # do not restart
-                reason, failure = _STOPPED, ""
+                end = _EndedError(_STOPPED)
             self._withdraw(endpoint)
-        return reason, failure
+        if end is not None:
+            raise end
+
+    def _described(self, lost: _LostError, server: AnyServer) -> _LostError:
+        """Return a failure with the ranks that were lost, and the end of the server's log."""
+        causes = [str(lost)]
+        if self.config.nodes > 1:  # a signal may have ended processes on other nodes
+            number = self.restarts + 1
+            causes[:0] = lost_processes(self.folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
+        tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
+        return _LostError(f"{'; '.join(causes)}; last lines of {server.log_path}:\n{tail}")
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[AnyServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
@@ -187,13 +196,12 @@ class Service:
         with contextlib.suppress(OSError):  # a disk too full for the lock has no address either
             endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
-    def _reload(self, server: AnyServer) -> bool:
+    def _reload(self, server: AnyServer, requested: str) -> bool:
         """Let a server reload its repository, or exchange its weights for a requested one's.
 
         It keeps answering during a reload, even if that fails. Return False if an exchange fails:
         the server must then be restarted with the requested repository.
         """
-        requested, self._requested = self._requested, ""
         if requested:
             self.config = replace(self.config, folder=Path(requested))
             if problems := problems_of_exchange(self.config):
@@ -240,29 +248,43 @@ class Service:
         with contextlib.suppress(OSError):  # on a full disk, the others end by their own failures
             ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
-    def _watch(self, server: AnyServer) -> tuple[str, str]:
-        """Block while the server serves; return why it should stop, and why it failed."""
+    def _watch(self, server: AnyServer) -> None:
+        """Block while the server serves; return if an exchange of its weights has failed.
+
+        Raises:
+            _EndedError: the service ends.
+            _LostError: the server failed.
+        """
         began = time.monotonic()
         self.progress.update(f"serving {self._endpoint}")
         while True:
             if ended := self._end_reason():
                 if ended == _HANDED_OVER:
                     self._serve_remaining_clients(cast("ModelServer", server))
-                return ended, ""
-            with contextlib.suppress(OSError, ValueError):  # usually there is no request
-                request = self.folder / RELOAD_NAME
-                self._requested = read_file(request).decode().strip()
-                request.unlink()  # fails if another job has taken it
-                return _RELOAD, ""
+                raise _EndedError(ended)
+            if (requested := self._requested_reload()) is not None:
+                if not self._reload(server, requested):
+                    return
+                began = time.monotonic()
+                self.progress.update(f"serving {self._endpoint}")
             if 0 < self._republish_at <= time.monotonic() and self._endpoint is not None:
                 self._publish(self._endpoint)
             if failure := server.failure():
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0
-                return "", failure
+                raise _LostError(failure)
             if time.monotonic() - began > _STANDBY_AFTER_S:
                 self._start_standby(server)
             server.ended_within(_POLL_S)
+
+    def _requested_reload(self) -> str | None:
+        """Take a request to reload; return the path in it, and None without a request."""
+        with contextlib.suppress(OSError, ValueError):
+            path = self.folder / RELOAD_NAME
+            requested = read_file(path).decode().strip()
+            path.unlink()  # fails if another job has taken it
+            return requested
+        return None
 
     def _start_standby(self, server: AnyServer) -> None:
         """Keep a standby process of this project's own server, for a fast restart."""
