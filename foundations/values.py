@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundations.files.json_content import adapter_of
+from foundations.files.json_content import Fields, Table, adapter_of
 from foundations.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def option(
     text: str, default: Any = MISSING, *, within: tuple[float, float] | None = None, **facts: Any
 ) -> Any:
     """Return a dataclass field with attributes of `Key`; pydantic reads `ge` and `le`."""
-    metadata: dict[str, Any] = {"text": text, **facts}
+    metadata: Fields = {"text": text, **facts}
     if within is not None:
         metadata |= dict(zip(("ge", "le"), within, strict=True))
     if isinstance(default, (list, dict)):
@@ -199,7 +199,7 @@ def _absolute(text: str) -> str:
     return str(path.resolve() if ".." in path.parts else path)
 
 
-def build_record(root: type[_Record], values: Mapping[str, Any]) -> _Record:
+def build_record(root: type[_Record], values: Table) -> _Record:
     """Return a dataclass, including nested ones, from values by dotted key.
 
     Raises:
@@ -209,7 +209,7 @@ def build_record(root: type[_Record], values: Mapping[str, Any]) -> _Record:
 
     kind: Any = root
     keys = {key.name: key for key in keys_of(root)}
-    nested: dict[str, Any] = {}
+    nested: Fields = {}
     wrong: dict[str, str] = {}
     for name, value in values.items():
         put(nested, name, _read(keys[name], value, wrong))
@@ -246,7 +246,7 @@ def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
     return key.refusal(value, problem)
 
 
-def put(values: dict[str, Any], name: str, value: Any) -> None:
+def put(values: Fields, name: str, value: Any) -> None:
     """Set the value of a dotted name in nested mappings."""
     *sections, leaf = name.split(".")
     for section in sections:

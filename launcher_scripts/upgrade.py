@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from foundations.files.json_content import Table
 from foundations.values import name_problem, shown
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
@@ -93,7 +94,7 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
     return problems
 
 
-def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(keys: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full names of a row's keys with their values; sections may be nested."""
     for key, value in keys.items():
         name = f"{prefix}{key}"

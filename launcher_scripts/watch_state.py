@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from foundations.files.json_content import Fields
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.schema import WatchSection
 from launcher_scripts.console import Console
@@ -231,7 +231,7 @@ class WatchState:
         """Return the HTML page of the watch, which charts every metric over the steps."""
         from inference.evaluation.report.document import Page, markdown
 
-        points: list[dict[str, Any]] = []
+        points: list[Fields] = []
         rows: list[tuple[str, ...]] = []
         for one in self.in_order:
             step, report = f"step {one.step}", ""

@@ -6,20 +6,20 @@ them: the part of the configuration that decides them, and the state of its inpu
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from submitit.helpers import Checkpointable
 
+from foundations.files.json_content import Fields, Table
 from foundations.files.tree import files_below
 from foundations.values import shown
 from inference.system.launch_environment import LaunchEnvironment
 from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now
 
-Summary = dict[str, Any]
+Summary = Fields
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Marker:
 
     stage: str = ""
     finished_at: str
-    identity: dict[str, Any]
-    inputs: dict[str, Any]
+    identity: Fields
+    inputs: Fields
     outputs: tuple[str, ...] = ()
     summary: Summary
 
@@ -133,7 +133,7 @@ class Stage(Checkpointable):
         """Return the paths that exist once the stage has succeeded."""
         return []
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Fields:
         """Return the configuration that decides the outputs: keys with values as in JSON."""
         return {}
 
@@ -240,16 +240,16 @@ class Stage(Checkpointable):
             )
             write_json(path, asdict(marker))
 
-    def _input_states(self) -> dict[str, Any]:
+    def _input_states(self) -> Fields:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
 
 
-def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _differences(mine: Table, saved: Table) -> list[tuple[str, Any, Any]]:
     pairs = [(key, mine.get(key), saved.get(key)) for key in sorted({*mine, *saved})]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def fingerprint(path: Path) -> Fields:
     """Return a fingerprint of a file or folder, without reading contents.
 
     It has the number of files, their total size, and a digest of all names, sizes and modification

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from foundations.files.json_content import Fields
 from foundations.job_options import JOB_KEYS
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
@@ -81,7 +81,7 @@ class CertifyStage(Stage):
         """Return the marker, next to the certificate."""
         return Path(self.options.output_dir) / "certify.done.json"
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Fields:
         """Return what decides the certificate."""
         values = {**asdict(self.options), "source": self.source, "folder": self.folder}
         return {

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from export_scripts.conversion.request import ConversionRequest
 from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import Fields
 from stages.base import Stage, StageError, Summary, as_json
 from stages.progress import Progress
 
@@ -75,7 +75,7 @@ class ConvertStage(Stage):
         """Return the marker; it lies next to the folder, which holds only the loader's files."""
         return self.request.folder.with_name(f"{self.request.folder.name}.convert.json")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Fields:
         """Return the source and all options that decide the bytes."""
         values = asdict(self._resolved_request())
         return {

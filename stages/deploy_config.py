@@ -13,6 +13,7 @@ from typing import Any
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
+from foundations.files.json_content import Fields
 from foundations.job_options import JobOptions
 from foundations.time_limit import minutes
 from foundations.values import (
@@ -71,7 +72,7 @@ class DeploySection(JobOptions, Access):
         choices=(PYTORCH, FASTERTRANSFORMER, VLLM, OPENAI),
     )
     executable: str = option("program of deploy.engine=vllm, such as /venvs/vllm/bin/vllm", "vllm")
-    vllm: dict[str, Any] = option("options of vllm serve, under vLLM's names", {})
+    vllm: Fields = option("options of vllm serve, under vLLM's names", {})
     command: list[str] = option(
         "command line of deploy.engine=openai; {host}, {port} and {model} are filled in", []
     )
@@ -220,7 +221,7 @@ class DeployConfig(DeploySection):
         """Return that command for the node number `rank`."""
         if self.engine != VLLM:
             return tuple(self.command)
-        options: dict[str, Any] = {
+        options: Fields = {
             "served_model_name": self.base_name if self.adapter else self.model_name,
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from export_scripts.conversion.request import PEFT_CONFIG
+from foundations.files.json_content import Fields, Table
 from foundations.files.yaml_content import read_table
 from inference.server.openai_server import MODEL_FIELD
 
@@ -19,7 +19,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+def vllm_command(executable: str, options: Table) -> tuple[str, ...]:
     """Return the command of `vllm serve`; vLLM itself checks the options.
 
     vLLM, docs/serving/openai_compatible_server.md and vllm/engine/arg_utils.py.
@@ -37,12 +37,12 @@ def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]
     return tuple(words)
 
 
-def adapter_options(name: str, folder: Path) -> dict[str, Any]:
+def adapter_options(name: str, folder: Path) -> Fields:
     """Return the options of `vllm serve` for an adapter that is served under a name.
 
     The maximum rank can be given only once the folder exists. vLLM 0.32, vllm/config/lora.py.
     """
-    options: dict[str, Any] = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
+    options: Fields = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
     settings = folder / PEFT_CONFIG
     if not settings.is_file():
         return options
@@ -53,12 +53,12 @@ def adapter_options(name: str, folder: Path) -> dict[str, Any]:
     return options
 
 
-def several_nodes(nodes: int, rank: int) -> dict[str, Any]:
+def several_nodes(nodes: int, rank: int) -> Fields:
     """Return the options of `vllm serve` on one of several nodes; the first one listens.
 
     vLLM, docs/serving/parallelism_scaling.md: one process per node, without Ray.
     """
-    options: dict[str, Any] = {
+    options: Fields = {
         "nnodes": nodes,
         "node_rank": rank,
         "master_addr": HEAD_FIELD,

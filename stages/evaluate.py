@@ -10,11 +10,10 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
-from foundations.files.json_content import dotted
+from foundations.files.json_content import Fields, dotted
 from foundations.files.lock import folder_lock
 from foundations.files.replace import replace_file
 from foundations.job_options import JOB_KEYS
@@ -121,7 +120,7 @@ class EvaluateStage(Stage):
         """Return the marker next to the report."""
         return self._output_dir / "evaluate.json"
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Fields:
         """Return every option that can change the report, and the engine."""
         options = as_json(asdict(self.options))
         for name in _NOT_IDENTITY:

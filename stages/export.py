@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from export_scripts.conversion.request import output_problems
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
@@ -17,6 +16,7 @@ from export_scripts.triton.repository import (
     check_repository,
     repository_models,
 )
+from foundations.files.json_content import Fields
 from stages.base import Finding, Stage, StageError, Summary, as_json
 from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
@@ -95,7 +95,7 @@ class ExportStage(Stage):
         """Return the marker inside the model's folder."""
         return self.request.model_dir / _MARKER
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Fields:
         """Return every setting that decides the repository."""
         values = asdict(self.request)
         return {KEYS[name]: as_json(value) for name, value in values.items() if name != "overwrite"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foundations.files.disk import full_disk
+from foundations.files.json_content import Fields
 from stages.progress import DamagedFileError, read_as, write_json
 
 RECORD_NAME = "job.json"
@@ -57,7 +58,7 @@ class JobRecord:
     predecessor: str = ""
     successor: str = ""
     outputs: tuple[str, ...] = ()
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: Fields = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError."""

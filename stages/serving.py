@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.triton.repository import ENSEMBLE, TEXT_MODELS
+from foundations.files.json_content import Fields
 from inference.server.installation import mpi_start
 from inference.server.kinds import TRITONSERVER
 from inference.server.log import rotated_log
@@ -61,7 +62,7 @@ def serving(
     log_path = server_log(folder, job_id)
     rotated_log(log_path)
     start = announce_start(folder, job_id, restarts + 1) if config.nodes > 1 else None
-    options: dict[str, Any] = {
+    options: Fields = {
         "host": config.host,
         "ports": config.ports,
         "log_path": log_path,
@@ -94,7 +95,7 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
 
 def _other_engine(
-    config: DeployConfig, _: Path, start: ServerStart | None, options: dict[str, Any]
+    config: DeployConfig, _: Path, start: ServerStart | None, options: Fields
 ) -> AnyServer:
     if config.engine == VLLM and (tokens := config.access.tokens()):
         options["env"][TOKEN_VARIABLE] = tokens[0]
@@ -105,7 +106,7 @@ def _other_engine(
 
 
 def _server(
-    config: DeployConfig, folder: Path, start: ServerStart | None, options: dict[str, Any]
+    config: DeployConfig, folder: Path, start: ServerStart | None, options: Fields
 ) -> AnyServer:
     if start is not None:
         options["env"] |= start.variables(folder)

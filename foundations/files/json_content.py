@@ -21,7 +21,7 @@ def json_object(
     *,
     remedy: str = "correct it, or copy it again",
     is_strict: bool = False,
-) -> dict[str, Any]:
+) -> Fields:
     """Return the object that a JSON text holds.
 
     Args:
@@ -91,7 +91,7 @@ def record_in(kind: type[RecordT], content: bytes | str) -> RecordT:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Fields:
     table = dict(pairs)
     if len(table) != len(pairs):
         counts = Counter(name for name, _ in pairs)

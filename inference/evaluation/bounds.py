@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from foundations.files.json_content import Table
 from foundations.suggest import did_you_mean
 from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.statistics import is_number
@@ -126,7 +127,7 @@ def sentences_of(bound: Bound) -> list[PairedBound]:
     return [PairedBound.parse(sentence) for sentence in sentences if sentence]
 
 
-def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
+def parse_bounds(gate: Table) -> tuple[dict[str, Bound], list[str]]:
     """Return the bounds of `evaluate.gate` by metric, and the problems of the others.
 
     A bound is one or several sentences, or a mapping of limits.

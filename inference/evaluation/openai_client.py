@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from foundations.files.json_content import Table
+from foundations.files.json_content import Fields, Table
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.retry import with_retries
 from inference.evaluation.statistics import is_number
@@ -88,7 +88,7 @@ class OpenAIClient:
         except RequestFailedError:
             return False
 
-    def greedy_request(self, model: str, prompt: Any, output_len: int) -> dict[str, Any]:
+    def greedy_request(self, model: str, prompt: Any, output_len: int) -> Fields:
         """Return the body of a request for the greedy tokens after a prompt."""
         content = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {
             "prompt": prompt
@@ -160,7 +160,7 @@ class OpenAIClient:
             return self.complete_with_retries(body)
         return None
 
-    def accepted_parameters(self, body: Table, more: Table) -> dict[str, Any]:
+    def accepted_parameters(self, body: Table, more: Table) -> Fields:
         """Return those of the parameters `more` that the server accepts in addition to `body`."""
         if self.complete_or_none({**body, **more}):
             return dict(more)

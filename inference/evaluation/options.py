@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from foundations.files.json_content import Fields
 from foundations.job_options import JobOptions
 from foundations.values import INT32, SECONDS, TOKENS, Within, option
 from inference.front.access import Credentials
@@ -226,7 +227,7 @@ class EvaluateSection(EndpointOptions):
         120.0,
         within=(0, SECONDS),
     )
-    gate: dict[str, Any] = option(
+    gate: Fields = option(
         "bounds of metrics: <metric>.min, .max, or a sentence that compares the samples with the "
         "baseline's, such as 'no change' or 'no drop of more than 1 point at 95 %'",
         {},

@@ -11,8 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from foundations.files.json_content import Table
 from inference.evaluation.options import EvaluationOptions
 
 Ids = Sequence[int]  # token ids, as an argument
@@ -166,7 +167,7 @@ class Completion:
 
 
 # Name of a contract tensor -> its value or array, the same for every row of a request.
-RequestTensors = Mapping[str, Any]
+RequestTensors = Table
 
 
 # Abilities that a metric may need and that a server may lack.
@@ -290,7 +291,7 @@ class TextGenerator(Protocol):
         """Return the inputs that the model declares."""
         return ("request_output_len",)
 
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Table:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
         names = ", ".join((*tensors, *outputs))
         raise RequestFailedError(f"the model's protocol has no tensors ({names}).")

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from foundations.files.json_content import Fields
 from foundations.suggest import did_you_mean
 from foundations.values import WrongValuesError, build_record, put
 from launcher_scripts.configuration.diagnosis import (
@@ -95,7 +96,7 @@ _ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 @functools.cache
 def register() -> None:
     """Register the defaults of all keys, and the resolvers, with Hydra and OmegaConf."""
-    values: dict[str, Any] = {}
+    values: Fields = {}
     for key in KEYS.values():
         put(values, key.name, key.default)
     ConfigStore.instance().store(name="schema", node=values)
@@ -244,9 +245,9 @@ def _apply(config: DictConfig, override: Override) -> str:
     return ""
 
 
-def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
+def _resolved(config: DictConfig) -> tuple[Fields, dict[str, str]]:
     """Return the resolved values of all keys as plain data, and problems by name."""
-    values: dict[str, Any] = {}
+    values: Fields = {}
     wrong: dict[str, str] = {}
     for name, raw in flat(config).items():
         if name not in KEYS:
@@ -271,9 +272,9 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     return values, wrong
 
 
-def flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
+def flat(config: DictConfig, prefix: str = "") -> Fields:
     """Return the values of all keys and unknown names, with unresolved references."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     for leaf, value in config.items_ex(resolve=False):
         name = prefix + str(leaf)
         if name in SECTIONS and isinstance(value, DictConfig):

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from export_scripts.conversion.hub import cached_model
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
+from foundations.files.json_content import Fields
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import conversion_request, has_ensemble
@@ -97,7 +97,7 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
 def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFacts:
     """Return the known facts about the evaluated server; of one in evaluate.server, its address."""
     model, triton = config.export.model, config.export.triton_deployment
-    facts: dict[str, Any] = {}
+    facts: Fields = {}
     if (is_ours := config.evaluate.server is None) and server.engine != OPENAI_ENGINE:
         facts = {"tp_size": server.tp_size, "pp_size": server.pp_size}
         if not server.serves_existing:
@@ -129,7 +129,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         expected = f"http://{server.host}:{server.openai.port}/v1"
     tokenizer = Path(section.tokenizer) if section.tokenizer else None
     if server.is_other_engine and section.server is None:
-        known: dict[str, Any] = {
+        known: Fields = {
             "protocol": OPENAI,
             "model": section.model or server.model_name,
             "ensemble_name": None,

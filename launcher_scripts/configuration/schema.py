@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, PEFT, ConversionOptions
+from foundations.files.json_content import Fields
 from foundations.job_options import JobOptions
 from foundations.values import (
     INT32,
@@ -107,7 +108,7 @@ class ClusterSection:
     srun_args: list[str] = option("appended to every srun", [])
     mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
-    additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
+    additional_parameters: Fields = option("further sbatch options by name", {})
     container_python: str = option("interpreter inside the container", "python3")
     signal_delay_s: int = option(
         "seconds of warning before the time limit", 120, within=(1, 24 * 3600)
@@ -186,7 +187,7 @@ class TritonDeploymentSection:
         "engines of the model in one server, each with its own GPUs or cores", 1, within=(1, 1024)
     )
     model_type: str | None = option("model type to serve the weights as, such as T5-Encoder", None)
-    parameters: dict[str, Any] = option("further parameters of the model's config.pbtxt", {})
+    parameters: Fields = option("further parameters of the model's config.pbtxt", {})
 
 
 @dataclass
@@ -231,7 +232,7 @@ class ConvertSection(ConversionOptions):
         OUTPUT_FORMATS[0],
         choices=OUTPUT_FORMATS,
     )
-    given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
+    given: Fields = option("config.ini values that the checkpoint does not record", {})
 
     @property
     def is_adapter(self) -> bool:
@@ -286,11 +287,11 @@ class WatchSection:
 class UpgradeSection:
     """`upgrade`: what action=upgrade compares (conf/upgrade/default.yaml)."""
 
-    rows: dict[str, Any] = option(
+    rows: Fields = option(
         "keys of each row by row name, added to the command line; the first row serves today",
         {},
     )
-    gate: dict[str, Any] = option(
+    gate: Fields = option(
         "bounds of each row against the first, as in evaluate.gate; {}: no drop of more than 1 "
         "point of each share, and 1 % of each perplexity, at 95 %",
         {},
@@ -330,9 +331,9 @@ class Config:
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
     container_mounts: list[str | None] = option("further mounts", form=_MOUNT)
-    env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
+    env_vars: Fields = option("environment of every job; null entries are left out")
     wandb_api_key_file: str | None = option("accepted; nothing is sent", None)
-    numa_mapping: dict[str, Any] = option("accepted; only for training", {})
+    numa_mapping: Fields = option("accepted; only for training", {})
     bcp_no_redirect: bool = option("on bcp, all ranks write to the job's log", True)
     debug: bool = option("accepted; HYDRA_FULL_ERROR=1 shows tracebacks", False)
     ci_test: bool = option("accepted for compatibility", False)

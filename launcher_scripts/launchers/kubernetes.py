@@ -8,8 +8,8 @@ on other clusters.
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from foundations.files.json_content import Fields
 from inference.system.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.system.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
@@ -187,10 +187,10 @@ def _ports(server: DeployConfig) -> dict[str, int]:
     return {name: port or DEFAULT_PORTS[name] for name, port in server.ports.items()}
 
 
-def _resources(job: Job, server: DeployConfig) -> dict[str, Any]:
+def _resources(job: Job, server: DeployConfig) -> Fields:
     """Return the resources of one pod, which all ranks of a node share."""
     wanted, ranks = job.stage.job.resources, server.tp_size * server.pp_size // server.nodes
-    limits: dict[str, Any] = {}
+    limits: Fields = {}
     if wanted.gpus_per_node:
         limits["nvidia.com/gpu"] = wanted.gpus_per_node
     requests = dict(limits)

@@ -4,10 +4,9 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from foundations.files.json_content import Fields, Table
 from foundations.time_limit import slurm_notation
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
@@ -57,11 +56,11 @@ def log_path(job: Job, job_id: str) -> Path:
     return job.folder / f"{name}.out"
 
 
-def sbatch_options(job: Job, after: str) -> dict[str, Any]:
+def sbatch_options(job: Job, after: str) -> Fields:
     """Return the options of sbatch by name; an option with the value None or False is left out."""
     cluster = job.config.cluster
     resources = job.stage.job.resources
-    options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
+    options: Fields = {name: getattr(cluster, name) for name in _SAME_NAME}
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
     # A later job of a chain depends on either of two conditions (`?`), which Slurm cannot combine
     # with others; the configured dependencies were met when the first job began.
@@ -119,7 +118,7 @@ def memory(value: float | str | None) -> str | None:
     return f"{size:g}GB" if size.is_integer() else f"{math.ceil(size * 1024)}MB"
 
 
-def as_options(options: Mapping[str, Any]) -> list[str]:
+def as_options(options: Table) -> list[str]:
     """Return options as command-line words: `--name=value`, or `--name` for True.
 
     Options with the value None or False are left out.

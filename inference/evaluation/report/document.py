@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic_core import to_jsonable_python
 
+from foundations.files.json_content import Table
 from foundations.tables import text_table
 
 GOOD, BAD, UNDECIDED, QUIET = "good", "bad", "open", "quiet"  # classes of report.css
@@ -141,7 +142,7 @@ class Page:
 
     title: str
     text: str
-    data: Mapping[str, Any]
+    data: Table
     verdict: str = ""
     status: str = QUIET
     footer: str = ""

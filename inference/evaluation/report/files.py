@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from foundations.files.json_content import Fields
 from foundations.files.replace import replace_file
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD, Verdict
 from inference.evaluation.record import Report, read_predictions, read_report
@@ -41,7 +41,7 @@ def metrics_text(report: Report) -> str:
 
     The names `acc`, `acc_stderr`, `ppl`, `ppl_stderr` are those of lm-evaluation-harness.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Fields] = {}
     for task in report.tasks:
         values = found[task.name] = {}
         for metric in task.metrics:

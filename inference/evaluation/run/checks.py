@@ -1,11 +1,10 @@
 """Check the options of an evaluation before anything runs."""
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from foundations.files.disk import folder_problem
+from foundations.files.json_content import Table
 from foundations.suggest import did_you_mean
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import (
@@ -19,7 +18,7 @@ from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
 
 
-def check_gate(gate: Mapping[str, Any], options: EvaluationOptions) -> list[str]:
+def check_gate(gate: Table, options: EvaluationOptions) -> list[str]:
     """Return the problems of bounds that are invalid, or on metrics that are not measured."""
     tasks = known_tasks(options)
     bounds, problems = parse_bounds(gate)

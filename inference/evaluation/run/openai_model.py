@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from foundations.files.json_content import Table
+from foundations.files.json_content import Fields, Table
 from inference.evaluation.openai_client import (
     NEUTRAL,
     PROBE,
@@ -194,7 +194,7 @@ class OpenAIModel(TextGenerator):
             return list(ids)
         return self.decode(ids) if text is None else text
 
-    def body(self, prompt: Any, output_len: int) -> dict[str, Any]:
+    def body(self, prompt: Any, output_len: int) -> Fields:
         """Return the request for the greedy tokens after a prompt."""
         return {**self.client.greedy_request(self.model, prompt, output_len), **self.extras}
 
@@ -209,7 +209,7 @@ def _has_text(event: Table) -> bool:
     return bool(_answer_ids(event) or text)
 
 
-def _listed(client: OpenAIClient, name: str | None) -> dict[str, Any]:
+def _listed(client: OpenAIClient, name: str | None) -> Fields:
     """Return a model's entry in the server's list, without volatile fields.
 
     Empty if the model was named and the server does not list it, or has no list.

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.tokenizer_files import find_tokenizer
+from foundations.files.json_content import Table
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.openai_client import is_lost, is_retryable
 from inference.evaluation.options import EvaluationOptions
@@ -244,7 +244,7 @@ class ServedModel(TextGenerator):
         """Return the inputs that the model declares."""
         return self._types.keys()
 
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Table:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
         return ask(self.client, self.model_name, self._typed(tensors), *outputs)
 

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from foundations.files.json_content import Table
+from foundations.files.json_content import Fields, Table
 from inference.evaluation.answered import REQUESTS_AGAIN, Answers, answer_journal
 from inference.evaluation.openai_client import (
     NEUTRAL,
@@ -84,7 +84,7 @@ class HarnessTask(Task):
         # The prefix of every metric's name; the rest is known after the task is loaded.
         self.metric_names = (name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
         self._found: Metrics = ()  # one for each sample
-        self._loaded: dict[str, Any] = {}  # the harness's tasks by name
+        self._loaded: Fields = {}  # the harness's tasks by name
         self._harness_metrics: list[_HarnessMetric] = []
         self._prepared: DatasetSamples | None = None
         self._answers: Answers | None = None
@@ -265,7 +265,7 @@ class HarnessTask(Task):
         self._answers = answers = Answers(journal, ["choices"], again=REQUESTS_AGAIN, reuse=reuse)
         return _model_class(ask, threads, chat=client.chat)(**arguments)
 
-    def _model_arguments(self) -> dict[str, Any]:
+    def _model_arguments(self) -> Fields:
         """Return the arguments of the harness's model class.
 
         Raises:
@@ -303,7 +303,7 @@ class HarnessTask(Task):
             return 1
         return self.options.harness.batch_size
 
-    def _tokenizer(self, model: str) -> dict[str, Any]:
+    def _tokenizer(self, model: str) -> Fields:
         """Return the harness's tokenizer arguments, and whether requests use token ids.
 
         The server's description has precedence over a folder, which transformers may not load.

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
+from foundations.files.json_content import Fields
 from foundations.files.yaml_content import read_table
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
@@ -72,7 +72,7 @@ class TextTaskKind:
     """
 
     name: str
-    rows: dict[str, Any]
+    rows: Fields
     measures: dict[str, Measure]
     template: str
     output_len: int
