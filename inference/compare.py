@@ -128,8 +128,7 @@ def _problems(bounds: Bounds, first: Report) -> list[str]:
             "the first run has no metric that can be compared by samples and get worse; give a "
             "bound such as upgrade.gate.<metric>='no change of more than 1 point'."
         ]
-    problems = check_bounds(bounds, known=[*metrics])
-    problems += _not_finite(first, bounds)
+    problems = [*check_bounds(bounds, known=[*metrics]), *_not_finite(first, bounds)]
     for name in bounds.keys() & metrics.keys():
         problems += [f"{name}={problem}" for problem in _unsuited(bounds[name], metrics[name])]
     return problems

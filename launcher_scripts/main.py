@@ -153,7 +153,7 @@ def _upgrade(
         wait_for_rows,
     )
 
-    if wrong := problems_of_upgrade(config, arguments.overrides):
+    if wrong := [*problems_of_upgrade(config, arguments.overrides)]:
         return _report([*problems, *wrong])
     if config.wait and not (config.is_dry_run or problems):
         wait_for_rows(config, console)

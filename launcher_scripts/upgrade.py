@@ -57,41 +57,38 @@ _POLL_S = 2.0  # each poll queries Slurm
 _GATE_STATUSES = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a report
 
 
-def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the problems of the section `upgrade`, and of overrides that conflict with it."""
+def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the problems of the section `upgrade`, and of overrides that conflict with it."""
     rows = config.upgrade.rows
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
     found = check_gate(config.upgrade.gate, options)
-    problems = [problem.replace("evaluate.gate", "upgrade.gate") for problem in found]
-    problems += decided_elsewhere(overrides, _DECIDED, "action=upgrade decides it for each row")
+    yield from (problem.replace("evaluate.gate", "upgrade.gate") for problem in found)
+    yield from decided_elsewhere(overrides, _DECIDED, "action=upgrade decides it for each row")
     if find_spec("scipy") is None:
-        problems.append("action=upgrade needs the package scipy: pip install scipy.")
+        yield "action=upgrade needs the package scipy: pip install scipy."
     if len(rows) < 2:
-        problems.append(
+        yield (
             f"action=upgrade compares rows, and upgrade.rows has {len(rows)}; give the present "
             "server and its replacement, such as 'upgrade.rows={now:{},next:"
             "{deploy.executable:/venvs/next/bin/vllm}}'."
         )
     if "evaluate" not in config.stages:
-        problems.append(
-            f"action=upgrade needs evaluate, which stages={shown(config.stages)} lacks; add it."
-        )
+        yield f"action=upgrade needs evaluate, which stages={shown(config.stages)} lacks; add it."
     for name, keys in rows.items():
         wrong = "is that of an output file" if name in _TAKEN else name_problem(name)
         if wrong:
-            problems.append(f"upgrade.rows.{name}: the name of the row's folder {wrong}.")
+            yield f"upgrade.rows.{name}: the name of the row's folder {wrong}."
         if not isinstance(keys, Mapping):
-            problems.append(
+            yield (
                 f"upgrade.rows.{name}={shown(keys)} is not a mapping of keys to values, such as "
                 "{deploy.engine: vllm}; {} runs the command line as it is."
             )
             continue
-        problems += [
+        yield from (
             f"upgrade.rows.{name}: {key} is the same for all rows; give it outside of upgrade.rows."
             for key, _ in _flat(keys)
             if not _may_differ(key)
-        ]
-    return problems
+        )
 
 
 def _flat(keys: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ them: the part of the configuration that decides them, and the state of its inpu
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -121,7 +122,7 @@ class Stage(Checkpointable):
 
     job: JobSettings
 
-    def check(self) -> list[str]:
+    def check(self) -> Iterable[str]:
         """Return every problem that can be found before the job starts."""
         raise NotImplementedError
 
@@ -183,7 +184,7 @@ class Stage(Checkpointable):
         """Return the problems of outputs that should be complete."""
         return []
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterable[str]:
         """Return notes to show before the job starts, such as a path that was chosen."""
         return []
 

@@ -44,33 +44,33 @@ class CertifyStage(Stage):
     given: tuple[tuple[str, str], ...] = ()
     deploy: DeployConfig | None = None
 
-    def check(self) -> list[str]:
-        """Return missing files and contradictory options."""
+    def check(self) -> Iterator[str]:
+        """Yield missing files and contradictory options."""
         options = self.options
         needed = self._option_paths("training", "key", *_SOURCE_OPTIONS)
         if not self.from_convert:
             needed += [("folder", self.folder), ("source", find_checkpoint(self.source))]
-        problems = [
+        yield from (
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
-        ]
-        problems += endpoint_problems(options, "certify.{}".format)
+        )
+        yield from endpoint_problems(options, "certify.{}".format)
         if (deploy := self.deploy) is not None:
-            problems += check_deploy(deploy)
+            yield from check_deploy(deploy)
             speaks_openai = deploy.openai.enabled or deploy.is_other_engine
             if options.protocol == OPENAI and not speaks_openai:
-                problems.append(
+                yield (
                     "certify.protocol=openai needs a server of that protocol; set "
                     "deploy.openai.enabled=true, or certify.protocol=grpc."
                 )
         if options.endpoint is None:
-            return problems
+            return
         if not is_address(options.endpoint, options.protocol):
-            problems.append(
+            yield (
                 f"certify.endpoint={options.endpoint} is not an address; write "
                 "http://host:port/v1, host:port for certify.protocol=grpc or http, or null to "
                 "query no server."
             )
-        return problems + options.credentials.problems(prefix="certify.", joiner="_")
+        yield from options.credentials.problems(prefix="certify.", joiner="_")
 
     def outputs(self) -> list[Path]:
         """Return the certificate and its page."""

@@ -5,6 +5,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,22 +42,21 @@ class DeployStage(Stage):
     ends_at: float | None = None
     ends_with_evaluation: bool = False
 
-    def check(self) -> list[str]:
-        """Return the problems of the server's configuration and times."""
-        problems = check_deploy(self.config)
+    def check(self) -> Iterator[str]:
+        """Yield the problems of the server's configuration and times."""
+        yield from check_deploy(self.config)
         lead_s, serving_s = self.config.handover_s, self.serving_s
         if self.config.uptime_s is not None and lead_s is not None and 0 < serving_s <= lead_s:
-            problems.append(
+            yield (
                 f"deploy.handover_s={lead_s:g} is not below the {serving_s:g} s that a job of "
                 f"{self.job.resources.time_limit} serves; lower it."
             )
         if serving_s <= 0:
-            problems.append(
+            yield (
                 f"deploy.time_limit: {self.job.resources.time_limit} would leave no time to "
                 f"serve: the last {self.config.drain_s + self.job.warning_s:g} s are for running "
                 "requests (deploy.drain_s) and the scheduler's warning; give more."
             )
-        return problems
 
     @property
     def serving_s(self) -> float:
@@ -113,23 +113,23 @@ class DeployStage(Stage):
         """Return the time to drain and to unload the models, in seconds."""
         return self.config.drain_s + _UNLOAD_S
 
-    def notes(self) -> list[str]:
-        """Return notes, including the command of another engine or of NVIDIA's server."""
-        config, notes = self.config, [*self.config.remarks, *self._chain_notes()]
+    def notes(self) -> Iterator[str]:
+        """Yield notes, including the command of another engine or of NVIDIA's server."""
+        config = self.config
+        yield from (*config.remarks, *self._chain_notes())
         if config.max_restarts and not config.may_start_again:
-            notes.append(
+            yield (
                 f"deploy.max_restarts={config.max_restarts} has no effect with NVIDIA's backend "
                 "over several nodes: its processes can initialize MPI only once, so a failure ends "
                 "the job; start the stage again then"
             )
         if config.is_other_engine:
-            notes.append(f"deploy starts: {shlex.join(config.command_line)}")
+            yield f"deploy starts: {shlex.join(config.command_line)}"
         if config.engine == FASTERTRANSFORMER:
             variables = [f"{name}={value}" for name, value in server_environment(config).items()]
             program = ["tritonserver", f"--model-repository={config.source}"]
             command = [*variables, *server_prefix(config), *program]
-            notes.append(f"deploy starts: {shlex.join(command)}")
-        return notes
+            yield f"deploy starts: {shlex.join(command)}"
 
     def run(self, progress: Progress) -> Summary:
         """Serve until a signal, a stop request or the time limit.

@@ -307,36 +307,34 @@ def problems_of_exchange(config: DeployConfig) -> list[str]:
     ]
 
 
-def check_deploy(config: DeployConfig) -> list[str]:
-    """Return the problems of a server's configuration."""
-    problems = list(
-        ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
-    )
+def check_deploy(config: DeployConfig) -> Iterator[str]:
+    """Yield the problems of a server's configuration."""
+    yield from ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
     if config.nodes > 1 and (config.engine == OPENAI or config.server == PYTRITON):
-        problems.append(
+        yield (
             f"a model over {config.nodes} nodes: deploy.engine={config.engine} with deploy.server="
             f"{config.server} serves on one; lower the parallel sizes, or choose another server."
         )
-    problems += config.access.problems()
+    yield from config.access.problems()
     if config.is_other_engine:
-        return [*problems, *_other_engine_problems(config)]
+        yield from _other_engine_problems(config)
+        return
     if config.serves_here and config.hosts == TRITONSERVER:
         try:
             find_triton()
         except FileNotFoundError as error:
-            problems.append(f"deploy needs a tritonserver: {error}")
+            yield f"deploy needs a tritonserver: {error}"
     is_made_here = config.store is not None or not config.serves_existing
     if not is_made_here and not any(config.folder.glob("*/config.pbtxt")):
-        problems.append(
+        yield (
             f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
             "folder above the models of a Triton repository, or null for the exported one."
         )
     if config.openai.enabled:
-        problems += config.openai.problems()
+        yield from config.openai.problems()
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
-        problems.append(_too_few_gpus(config, world_size))
-    return problems
+        yield _too_few_gpus(config, world_size)
 
 
 def _other_engine_problems(config: DeployConfig) -> Iterator[str]:

@@ -72,28 +72,28 @@ class EvaluateStage(Stage):
     endpoint_path: Path | None = None
     facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
 
-    def check(self) -> list[str]:
-        """Return the problems of tasks, data and bounds, and of a server to be started."""
+    def check(self) -> Iterator[str]:
+        """Yield the problems of tasks, data and bounds, and of a server to be started."""
         options, server = self.options, self.options.server
-        problems = [*check_evaluation(options)]
+        yield from check_evaluation(options)
         if options.shared_server is not None:
-            problems += problems_of_exchange(self.deploy)
+            yield from problems_of_exchange(self.deploy)
         if server is None:
-            is_followed = self.endpoint_path is not None
-            return problems if is_followed else problems + check_deploy(self.deploy)
+            if self.endpoint_path is None:
+                yield from check_deploy(self.deploy)
+            return
         if not is_address(server, options.protocol):
-            problems.append(
+            yield (
                 f"evaluate.server={server} is not an address; write host:port, such as "
                 "127.0.0.1:8001 (for evaluate.protocol=openai also http://host:port/v1), or null "
                 "to use the pipeline's own server."
             )
         folder = options.tokenizer
         if options.protocol == OPENAI and (folder is None or not find_tokenizer(Path(folder))):
-            problems.append(
+            yield (
                 f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
                 "give the folder of the served model's tokenizer.json or tokenizer.model."
             )
-        return problems
 
     def missing_now(self) -> list[str]:
         """Return the data sets that are missing."""

@@ -1,6 +1,6 @@
 """Stage `export`: build a Triton repository from FasterTransformer shards."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
@@ -53,25 +53,22 @@ class ExportStage(Stage):
     kind: str | None = None
     publish_to: StoreLocation | None = None
 
-    def check(self) -> list[str]:
-        """Return the problems of sizes, types and destination, and a missing tokenizer."""
-        problems = check_repository(self.request, names=KEYS, kind=self.kind)
+    def check(self) -> Iterator[str]:
+        """Yield the problems of sizes, types and destination, and a missing tokenizer."""
+        yield from check_repository(self.request, names=KEYS, kind=self.kind)
         # Existing shards that are kept may lack the tokenizer that text models need.
         weights, has_text_models = self.request.weights_dir, len(self.model_folders()) > 1
         if weights.is_dir():  # `convert` has checked the folder if it is still to run
-            problems += output_problems(self.request.model_dir, KEYS["model_dir"])
+            yield from output_problems(self.request.model_dir, KEYS["model_dir"])
         stay = has_text_models and not self.job.overwrite and weights.is_dir()
         if stay and not makes_tokenizer(path.name for path in weights.iterdir()):
-            problems.append(
+            yield (
                 f"{weights} holds no tokenizer ({TOKENIZER_CHOICES}), which the models for text "
                 f"need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or "
                 f"set {KEYS['ensemble']}=false."
             )
         if self.publish_to is not None and find_spec("boto3") is None:
-            problems.append(
-                "deploy.repository is an object store, which needs boto3: pip install boto3."
-            )
-        return problems
+            yield "deploy.repository is an object store, which needs boto3: pip install boto3."
 
     def outputs(self) -> list[Path]:
         """Return the configuration of each model in the repository."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -170,19 +170,17 @@ def _limit_problem(name: str, value: Any) -> str:
     return ""
 
 
-def check_bounds(bounds: Bounds, *, known: Sequence[str]) -> list[str]:
-    """Return a problem for every bound that can never be applied, by its configuration key."""
-    problems = []
+def check_bounds(bounds: Bounds, *, known: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for every bound that can never be applied, by its configuration key."""
     for name, bound in bounds.items():
         key = f"evaluate.gate.{name}"
         if name not in known:
             measured = ", ".join(known) or "none"
-            problems.append(
+            yield (
                 f"{key} bounds a metric that is not measured{did_you_mean(name, known)}; metrics "
                 f"of this run: {measured}."
             )
         if bound.min is None and bound.max is None and not bound.is_relative:
-            problems.append(f"{key} has no bound; set min, max or paired.")
+            yield f"{key} has no bound; set min, max or paired."
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
-            problems.append(f"{key}.min={bound.min} is above {key}.max={bound.max}.")
-    return problems
+            yield f"{key}.min={bound.min} is above {key}.max={bound.max}."

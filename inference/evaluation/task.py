@@ -339,7 +339,7 @@ class Task(abc.ABC):
         self.options = options
 
     @abc.abstractmethod
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterable[str]:
         """Return every problem of the task's options, by configuration key."""
 
     def data_problem(self) -> str:

@@ -1,5 +1,6 @@
 """Check the options of an evaluation before anything runs."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,58 +19,58 @@ from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
 
 
-def check_gate(gate: Table, options: EvaluationOptions) -> list[str]:
-    """Return the problems of bounds that are invalid, or on metrics that are not measured."""
+def check_gate(gate: Table, options: EvaluationOptions) -> Iterator[str]:
+    """Yield the problems of bounds that are invalid, or on metrics that are not measured."""
     tasks = known_tasks(options)
     bounds, problems = parse_bounds(gate)
     known = [name for task in tasks for name in task.metric_names]
     grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
     # Groups are known only from the data: `check_bounds_of_groups` checks their bounds.
     ungrouped = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
-    return problems + check_bounds(ungrouped, known=known)
+    yield from problems
+    yield from check_bounds(ungrouped, known=known)
 
 
-def check_evaluation(options: EvaluationOptions) -> list[str]:
-    """Return every problem of the options that can be found without a server.
+def check_evaluation(options: EvaluationOptions) -> Iterator[str]:
+    """Yield every problem of the options that can be found without a server.
 
     Types and ranges are checked when the configuration is read. The messages use its keys
     (`evaluate.concurrency`).
     """
-    problems = [
+    yield from (
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
         f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
         if make_task(name, options) is None
-    ]
+    )
     if not (options.tasks or options.latency.enabled):
-        problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    problems += options.credentials.problems(prefix="evaluate.", joiner="_")
+        yield "evaluate.tasks is empty; name at least one task, such as [lambada]."
+    yield from options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)
     for task in tasks:
-        problems += task.problems()
-    problems += [
+        yield from task.problems()
+    yield from (
         f"evaluate.advisory has {name}, which is not in evaluate.tasks; add it there."
         for name in options.advisory
         if name not in options.tasks
-    ]
-    problems += _check_latency(options)
+    )
+    yield from _check_latency(options)
     bounds, _ = parse_bounds(options.gate)
-    problems += check_gate(options.gate, options)
-    problems += _check_baseline(options, bounds)
+    yield from check_gate(options.gate, options)
+    yield from _check_baseline(options, bounds)
     is_compared = any(bound.is_relative for bound in bounds.values())
     if is_compared and find_spec("scipy") is None:
-        problems.append(
+        yield (
             "comparing with a baseline needs the package scipy: pip install scipy, or leave "
             "sentences out of evaluate.gate."
         )
-    return problems
 
 
-def _check_latency(options: EvaluationOptions) -> list[str]:
+def _check_latency(options: EvaluationOptions) -> Iterator[str]:
     latency = options.latency
     if not latency.enabled:
-        return []
-    problems = [
+        return
+    yield from (
         f"evaluate.latency.{key} is empty; name at least one, such as {example}."
         for key, values, example in (
             ("shapes", latency.shapes, "60+20"),
@@ -77,16 +78,15 @@ def _check_latency(options: EvaluationOptions) -> list[str]:
             ("concurrencies", latency.concurrencies, "1"),
         )
         if not values
-    ]
+    )
     largest, most = max(latency.batch_sizes, default=0), options.max_batch_size
     if most is not None and largest > most:
-        problems.append(
+        yield (
             f"evaluate.latency.batch_sizes has {largest}, and the server takes {most} rows; lower "
             "it, or raise export.triton_deployment.max_batch_size."
         )
     wrong = [found for text in latency.shapes if (found := _shape_problem(text))]
-    problems += wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
-    return problems
+    yield from wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
 
 
 def _shape_problem(text: str) -> str:

@@ -72,7 +72,7 @@ def evaluate(
     An error that is raised after the check of the options is also written to junit.xml, unless an
     earlier report exists.
     """
-    if problems := check_evaluation(options):
+    if problems := [*check_evaluation(options)]:
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
     try:
@@ -97,7 +97,7 @@ def _evaluate(
     tasks = known_tasks(options)
     bounds, _ = parse_bounds(options.gate)
     prepared = [prepare_task(task) for task in tasks]
-    if problems := check_bounds_of_groups(bounds, prepared):
+    if problems := [*check_bounds_of_groups(bounds, prepared)]:
         raise ValueError("\n".join(problems))
     baseline = stored_baseline(options, prepared)
     output_dir = Path(options.output_dir)

@@ -1,7 +1,7 @@
 """Prepare an evaluation before its first request: the server's abilities, data and baseline."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def prepare_task(task: Task) -> Prepared:
     return Prepared(task, *task.prepare())
 
 
-def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> list[str]:
-    """Return the problems of bounds on metrics that the data does not have."""
+def check_bounds_of_groups(bounds: Bounds, prepared: Sequence[Prepared]) -> Iterator[str]:
+    """Yield the problems of bounds on metrics that the data does not have."""
     known = [
         f"{name}{end}"
         for each in prepared

@@ -9,7 +9,7 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,29 +89,27 @@ class HarnessTask(Task):
         self._prepared: DatasetSamples | None = None
         self._answers: Answers | None = None
 
-    def problems(self) -> list[str]:
-        """Return a problem if the harness, its endpoint, a folder or transformers is missing."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a problem if the harness, its endpoint, a folder or transformers is missing."""
         if find_spec(_PACKAGE) is None:
-            problems.append(
+            yield (
                 f"evaluate.tasks has {self.name}, and lm-evaluation-harness is not installed: pip "
                 "install 'lm_eval[api]' 'pyarrow<22'."
             )
         if self.options.openai_url is None:
-            problems.append(
+            yield (
                 f"evaluate.tasks has {self.name}, which needs an endpoint of OpenAI's protocol; "
                 "set deploy.openai.enabled=true, or evaluate.harness.url for a running server."
             )
         folder = self.options.harness.include_path
         if folder is not None and not Path(folder).is_dir():
-            problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
+            yield f"evaluate.harness.include_path={folder} is not a folder."
         if self.options.tokenizer is not None and find_spec("transformers") is None:
-            problems.append(
+            yield (
                 f"evaluate.tasks has {self.name}, which needs transformers for evaluate.tokenizer: "
                 "pip install transformers, or set evaluate.tokenizer=null if the endpoint "
                 "describes its own."
             )
-        return problems
 
     def prepare(self) -> DatasetSamples:
         """Load the task's documents, and return its metrics as samples.

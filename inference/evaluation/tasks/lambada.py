@@ -24,7 +24,7 @@ that of its context.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from foundations.files.checksum import sha256_of
@@ -105,17 +105,17 @@ class Lambada(Task):
             name for name in options.lambada.metrics if _NEEDS.get(name) not in options.lacks
         )
 
-    def problems(self) -> list[str]:
-        """Return unknown metrics, and files that do not exist."""
+    def problems(self) -> Iterator[str]:
+        """Yield unknown metrics, and files that do not exist."""
         lambada, known = self.options.lambada, ", ".join(LAMBADA_METRICS)
-        problems = [
+        yield from (
             f"unknown metric {name!r} in evaluate.lambada.metrics; known: {known}."
             for name in lambada.metrics
             if name not in LAMBADA_METRICS
-        ]
+        )
         if not lambada.metrics:
-            problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
-        return [*problems, *missing_files("lambada", lambada, "data_path")]
+            yield f"evaluate.lambada.metrics is empty; choose from {known}."
+        yield from missing_files("lambada", lambada, "data_path")
 
     @property
     def _path(self) -> Path:

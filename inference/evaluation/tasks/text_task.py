@@ -7,7 +7,7 @@ is most probable after the prompt.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -115,42 +115,39 @@ class TextTask(Task):
             return dict.fromkeys(self.metric_names, TENSORS)
         return {}
 
-    def problems(self) -> list[str]:
-        """Return the problems of the task's options, missing files and missing packages."""
+    def problems(self) -> Iterator[str]:
+        """Yield the problems of the task's options, missing files and missing packages."""
         kind, task_options, key = self.kind, self.task_options, f"evaluate.{self.name}"
-        problems = missing_files(self.name, task_options, "data_path", "target_path")
+        yield from missing_files(self.name, task_options, "data_path", "target_path")
         if task_options.data_path is None:
-            problems.append(
+            yield (
                 f"{key}.data_path is needed for the task {self.name}. To get the data: "
                 f"{kind.recipe}"
             )
         try:
             (task_options.template or "").format_map(defaultdict(str))
         except (ValueError, AttributeError, LookupError) as error:
-            problems.append(
+            yield (
                 f"{key}.template is not a text with names of fields in braces ({error}); write a "
                 "brace of the text itself twice."
             )
         if task_options.target_path is not None and kind.name != "translation":
-            problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
+            yield f"{key}.target_path has no meaning; only translation reads two files."
         if task_options.method == "log_likelihood" and not kind.choices:
-            problems.append(
-                f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
-            )
+            yield f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
         if kind.package and find_spec(kind.package) is None:
-            problems.append(
+            yield (
                 f"the task {kind.name} needs the package {kind.package}: pip install "
                 f"{kind.package.replace('_', '-')}."
             )
         if task_options.method == "log_likelihood" and (
             task_options.prompt.append_ids or task_options.prompt.task_id
         ):
-            problems.append(f"{key}.prompt cannot be used with method=log_likelihood.")
+            yield f"{key}.prompt cannot be used with method=log_likelihood."
         try:
             _ = self._virtual
         except ValueError as error:
-            problems.append(str(error))
-        return problems
+            yield str(error)
 
     @cached_property
     def _virtual(self) -> tuple[range, int | None]:

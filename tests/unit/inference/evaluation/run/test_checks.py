@@ -29,9 +29,8 @@ from tests.tiny_transformers import write_model
 
 
 def problems(**changes) -> list[str]:
-    return check_evaluation(
-        EvaluationOptions(**{"output_dir": Path("out"), "data_dir": Path("data"), **changes})
-    )
+    options = {"output_dir": Path("out"), "data_dir": Path("data"), **changes}
+    return [*check_evaluation(EvaluationOptions(**options))]
 
 
 def test_the_defaults_are_sound():

@@ -174,7 +174,7 @@ def options(**changes: Any) -> EvaluationOptions:
 def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endpoint: str) -> None:
     token = HarnessOptions(num_fewshot=2, batch_size=4)
     own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
-    assert check_evaluation(own) == []
+    assert not [*check_evaluation(own)]
     prepared = prepare_task(HarnessTask("harness:two-facts", own))
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
     run = run_task(prepared, FakeModel({}), concurrency=4)
@@ -207,7 +207,7 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
 ) -> None:
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
-    assert check_evaluation(own) == []
+    assert not [*check_evaluation(own)]
     prepared = [prepare_task(HarnessTask("harness:two-facts", own))]
     (problem,) = check_bounds_of_groups(parse_bounds(gate)[0], prepared)
     assert "harness_two_facts_bleu" in problem
@@ -350,7 +350,8 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
 
 def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
-    found = check_evaluation(options(harness=HarnessOptions(include_path="/nowhere")))
+    missing = options(harness=HarnessOptions(include_path="/nowhere"))
+    found = [*check_evaluation(missing)]
     assert any("pip install 'lm_eval[api]'" in problem for problem in found)
     assert any("deploy.openai.enabled=true" in problem for problem in found)
     assert any("evaluate.harness.include_path=/nowhere" in problem for problem in found)
