@@ -37,7 +37,7 @@ class ModelError(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class InferRequest:
     """One request to a model, independent of the protocol.
 

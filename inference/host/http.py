@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +21,7 @@ from inference.front.rules import InferError
 from inference.front.sessions import Namespace
 from inference.front.validation import (
     MAX_HEAD_BYTES,
+    SentRequest,
     check_index,
     length_of_json,
     read_generate,
@@ -153,7 +153,7 @@ class KServeHttp:
         asked = with_bytes(model, sent, parts, lambda: self._sessions(request, owner))
         outputs = await model.answer(asked)
         sent.set_matched(model)
-        answer, raw = await _encoded(outputs, partial(json_answer, model, sent, outputs))
+        answer, raw = await _encoded(json_answer, model, sent, outputs)
         response = web.Response(
             body=b"".join((answer, *raw)), content_type=_BINARY if raw else _JSON
         )
@@ -177,15 +177,13 @@ class KServeHttp:
         )
         check_parameters(model, sent)
         asked = with_bytes(model, sent, (), lambda: self._sessions(request, owner))
-        encoded = partial(generated, model, sent)
         if not streams:
             if model.decoupled:
                 raise InferError(_ONE_RESPONSE)
-            outputs = await model.answer(asked)
-            answer = await _encoded(outputs, partial(encoded, outputs))
+            answer = await _encoded(generated, model, sent, await model.answer(asked))
             return web.Response(body=answer, content_type=_JSON)
         async with contextlib.aclosing(_frames(model, asked)) as frames:
-            return await _stream(request, frames, encoded)
+            return await _stream(request, frames, partial(generated, model, sent))
 
 
 def _get(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
@@ -222,12 +220,16 @@ async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[O
                 yield outputs
 
 
-async def _encoded(outputs: Outputs, write: Callable[[], _T]) -> _T:
-    """Run an encoder of outputs, in a thread if they have many elements."""
-    for value in outputs.values():
-        if math.prod(value.shape) > _MAX_INLINE_ELEMENTS // len(outputs):
-            return await asyncio.to_thread(write)
-    return write()
+async def _encoded(
+    write: Callable[[HostedModel, SentRequest, Outputs], _T],
+    model: HostedModel,
+    sent: SentRequest,
+    outputs: Outputs,
+) -> _T:
+    """Encode outputs, in a thread if they have many elements."""
+    if sum(value.size for value in outputs.values()) > _MAX_INLINE_ELEMENTS:
+        return await asyncio.to_thread(write, model, sent, outputs)
+    return write(model, sent, outputs)
 
 
 async def _stream(

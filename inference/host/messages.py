@@ -93,7 +93,7 @@ def with_bytes(
         tensors[tensor.name] = value.astype(np.float32) if tensor.datatype == "BF16" else value
     if next(parts, None) is not None:
         raise InferError(f"unexpected additional input data for model '{model.name}'")
-    turn, wanted = _turn(sent.parameters, sessions), tuple(output.name for output in sent.outputs)
+    turn, wanted = _turn(sent.parameters, sessions), [output.name for output in sent.outputs]
     others = sent.parameters.others() if model.takes_parameters else {}
     return InferRequest(tensors, wanted, turn, sent.id, parameters=others, matches=matches)
 

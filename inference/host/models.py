@@ -143,15 +143,19 @@ class HostedModel:
     async def answer(self, request: InferRequest) -> Outputs:
         """Return the outputs of the last non-empty response. Raises InferError."""
         with _Counted(self, request) as counted:
-            last: Outputs = {}
-            async with contextlib.aclosing(self._answer(self._checked(request))) as responses:
-                async for outputs, _ in responses:
-                    last = outputs or last
+            last = await self._last(self._checked(request))
             counted.note(final=True)
         return last
 
     def _answer(self, request: InferRequest) -> Responses:
         raise NotImplementedError
+
+    async def _last(self, request: InferRequest) -> Outputs:
+        last: Outputs = {}
+        async with contextlib.aclosing(self._answer(request)) as responses:
+            async for outputs, _ in responses:
+                last = outputs or last
+        return last
 
     def _wanted(self, request: InferRequest, values: Mapping[str, Any]) -> Outputs:
         """Return the outputs that a request wants."""
@@ -265,13 +269,27 @@ class _Counted:
             statistics.failed(self._reason, taken_ns)
 
 
-HostedInstance = EngineProcess | TensorModel
+class HostedTextModel(HostedModel):
+    """A model that runs in this process."""
+
+    def __init__(self, config: Any, version: str, model: TensorModel) -> None:
+        super().__init__(config, version)
+        self._model = model
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        yield await self._last(request), True
+
+    async def _last(self, request: InferRequest) -> Outputs:
+        try:
+            return self._wanted(request, await self._model.answer_request(request))
+        except ModelError as error:
+            raise InferError(str(error), error.code) from None
 
 
-class HostedInstances(HostedModel):
-    """A model that this server loads; its instances take requests in turn."""
+class HostedEngines(HostedModel):
+    """A model with an engine; its instances take requests in turn."""
 
-    def __init__(self, config: Any, version: str, instances: Sequence[HostedInstance]) -> None:
+    def __init__(self, config: Any, version: str, instances: Sequence[EngineProcess]) -> None:
         super().__init__(config, version)
         self.instances = tuple(instances)
         self._turns = cycle(self.instances)
@@ -280,23 +298,19 @@ class HostedInstances(HostedModel):
         def queued(seconds: float) -> None:
             self.statistics.queued(round(seconds * 1e9))
 
-        instance = self._instance(request)
         try:
-            if isinstance(instance, TensorModel):
-                yield self._wanted(request, await instance.answer_request(request)), True
-                return
-            answer = instance.infer(request, queued=queued)
+            answer = self._instance(request).infer(request, queued=queued)
             async with contextlib.aclosing(answer) as responses:
                 async for outputs, final in responses:
                     yield outputs if request.wants_tokens else self._wanted(request, outputs), final
         except ModelError as error:
             raise InferError(str(error), error.code) from None
 
-    def _instance(self, request: InferRequest) -> HostedInstance:
+    def _instance(self, request: InferRequest) -> EngineProcess:
         """Return the next instance, or the one that holds the request's session."""
         if request.turn is None or not self.keeps_sessions:
             return next(self._turns)
-        instance: HostedInstance = self.sessions.take(request.turn, lambda: next(self._turns))
+        instance: EngineProcess = self.sessions.take(request.turn, lambda: next(self._turns))
         return instance
 
 
@@ -369,7 +383,5 @@ class HostedEnsemble(HostedModel):
 def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineProcess]:
     """Yield the engine process of every instance of every model."""
     for model in models.values():
-        if isinstance(model, HostedInstances):
-            yield from (
-                instance for instance in model.instances if isinstance(instance, EngineProcess)
-            )
+        if isinstance(model, HostedEngines):
+            yield from model.instances

@@ -35,10 +35,10 @@ from inference.host.engine_process import LoadOrder
 from inference.host.engine_start import end_early
 from inference.host.engines import EngineProcess
 from inference.host.models import (
+    HostedEngines,
     HostedEnsemble,
-    HostedInstance,
-    HostedInstances,
     HostedModel,
+    HostedTextModel,
 )
 
 _MODULES = "inference.backend."
@@ -198,16 +198,17 @@ class Repository:
     async def _loaded(self, name: str, say: Callable[[str], None]) -> HostedModel:
         (config, version), order = self.configs[name], self.orders[name]
         say(f"loading {name}")
-        instances: list[HostedInstance] = []
         if issubclass(order.kind, TensorModel):
             model = order.kind()
             # The time distinguishes a repository that is loaded again.
             source = pickle.dumps((order, self._loaded_ns))
             model.run_in_worker = partial(self._run_in_worker, source)
             await asyncio.to_thread(model.load, order.arguments)
-            instances.append(model)
+            say(f"loaded {name}")
+            return HostedTextModel(config, version, model)
+        instances = []
         count = sum(group.count or 1 for group in config.instance_group) or 1
-        for number in range(0 if instances else count):
+        for number in range(count):
             key, folder = f"{name}_{number}", self.folder / name
             engine = self.former._engines.pop(key, None) if self.former is not None else None
             engine = self._engines[key] = engine or EngineProcess(folder, self._on_failure)
@@ -217,7 +218,7 @@ class Repository:
             await engine.load(LoadOrder(order.kind, arguments))
             instances.append(engine)
         say(f"loaded {name}")
-        return HostedInstances(config, version, instances)
+        return HostedEngines(config, version, instances)
 
     async def _run_in_worker(
         self, source: bytes, request: InferRequest, size_bytes: int

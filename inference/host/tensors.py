@@ -77,4 +77,5 @@ def compact_json(value: Any) -> bytes:
 def _values(flat: Array) -> list[Any]:
     if flat.dtype == np.object_:
         return [text.decode(errors="replace") if isinstance(text, bytes) else text for text in flat]
-    return list(flat.tolist())
+    values: list[Any] = flat.tolist()
+    return values
