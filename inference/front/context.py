@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -42,15 +42,9 @@ class FrontContext(Generic[_T]):
         self.sessions = ClientSessions(host)
         self.workers = workers
 
-    @contextmanager
-    def use(self) -> Iterator[_T]:
-        """Yield the current models and count them as in use until the block ends."""
-        served, users = self.current, self._users
-        users[served] += 1
-        try:
-            yield served
-        finally:
-            users[served] -= 1
+    def use(self) -> AbstractContextManager[_T]:
+        """Return a block with the current models, which counts them as in use until its end."""
+        return _Use(self.current, self._users)
 
     def users(self) -> int:
         """Return the number of open `use` blocks, of current and former models."""
@@ -63,3 +57,17 @@ class FrontContext(Generic[_T]):
             await asyncio.sleep(_POLL_S)
         del self._users[former]
         return former
+
+
+class _Use(AbstractContextManager[_T]):
+    """A use of models; a class, because a generator takes three times as long."""
+
+    def __init__(self, served: _T, users: Counter[_T]) -> None:
+        self._served, self._users = served, users
+
+    def __enter__(self) -> _T:
+        self._users[self._served] += 1
+        return self._served
+
+    def __exit__(self, *_: object) -> None:
+        self._users[self._served] -= 1

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
+import random
 import re
-import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,14 +30,12 @@ _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 def accepted_id(client_id: str) -> str:
     """Return the id of a request: the client's own if it is printable, or else a new one."""
-    return client_id if _IDS.fullmatch(client_id) else secrets.token_hex(16)
+    return client_id if _IDS.fullmatch(client_id) else f"{random.getrandbits(128):032x}"
 
 
 def request_id(request: web.BaseRequest) -> str:
-    """Return the id of an HTTP request."""
-    if (name := request.get(_KEY)) is None:
-        name = request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
-    return str(name)
+    """Return the id of an HTTP request to a handler `with_ids`."""
+    return str(request[_KEY])
 
 
 def log_call(
@@ -96,15 +94,16 @@ def with_ids(handler: _Handler, *, logs: bool) -> _Handler:
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         began, status = time.monotonic(), _LEFT
+        name = request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
         try:
             response = await handler(request)
             status = response.status
             if not response.prepared:
-                response.headers[REQUEST_ID] = request_id(request)
+                response.headers[REQUEST_ID] = name
             return response
         finally:
             if logs:
                 about = request.get(ABOUT, {})
-                log_call(request_id(request), request.method, request.path, status, began, **about)
+                log_call(name, request.method, request.path, status, began, **about)
 
     return answer

@@ -33,6 +33,7 @@ _MODEL_CALLS = (
     "RepositoryIndex",
 )
 _CALLS = (*_HEALTH_CALLS, *(SERVICE + n for n in _MODEL_CALLS), INFER_CALL, STREAM_CALL)
+_HEALTH = frozenset({LIVE_PATH, READY_PATH, *_HEALTH_CALLS})
 CLOSED = "this endpoint is not exposed to clients"
 UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
 _SOCKETS = "slipway-sockets-"  # prefix of the folder of tritonserver's sockets
@@ -72,7 +73,7 @@ def passes_grpc(call: str) -> bool:
 
 def is_health(target: str) -> bool:
     """Return whether an HTTP path or a gRPC call is a health check, which needs no token."""
-    return target in (LIVE_PATH, READY_PATH, *_HEALTH_CALLS)
+    return target in _HEALTH
 
 
 def without_internal_names(text: str) -> str:
