@@ -25,7 +25,7 @@ from pathlib import Path
 from foundations.tables import markdown_table
 
 RESULTS = Path(__file__).with_name("results")
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "flash-attn-4")
 _LOWER_IS_BETTER = ("s", "ms", "us", "MB")
 _TABLE = re.compile(r"(<!-- record ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -81,14 +81,13 @@ def rows(engine: Engine, model: Model, args: argparse.Namespace) -> Iterator[tup
     make = partial(random_requests, vocab_size=model.vocab_size - 300)
     mixed = make(args.requests, args.mixed_in, args.mixed_out)
     tokens = sum(request.output_len for request in mixed)
-    rate = 0.0
-    for turn in ("first time", "again"):
-        if args.requests:
+    rate = args.rate
+    if args.requests:
+        for turn in ("first time", "again"):
             seconds = timed(engine, mixed)
-            rate = len(mixed) / seconds
             yield f"mixed, {turn}", f"{tokens / seconds:.0f} tokens/s"
-    yield _RATE, f"{rate:.1f} requests/s"
-    rate = args.rate or rate
+        yield _RATE, f"{len(mixed) / seconds:.1f} requests/s"
+        rate = rate or len(mixed) / seconds
     for batch in args.batch:
         lengths = ((1, 1), (args.output_len,) * 2)
         one, full = (make(batch, (args.input_len,) * 2, each, seed=batch) for each in lengths)
