@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,49 +56,38 @@ def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
     assert not open_eleuther(step).remarks
 
 
-def test_missing_rank_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "renamed", "words"),
+    [
+        ("layer_03-model_01", "lost", r"lacks layer_03-model_01-model_states\.pt"),
+        ("layer_02-model_01", "layer_02-model_999999999", "a file of rank 999999999"),
+        ("layer_03-model_01", "layer_03-model_99", r"lacks .* and \d+ more$"),
+    ],
+)
+def test_files_of_missing_or_impossible_ranks_are_named(
+    file: str, renamed: str, words: str, tmp_path: Path
+) -> None:
     step = write_layers(tmp_path)
-    (step / "layer_03-model_01-model_states.pt").unlink()
-    with pytest.raises(CheckpointMismatchError, match=r"lacks layer_03-model_01-model_states\.pt"):
-        open_eleuther(tmp_path)
-
-
-def test_rank_missing_everywhere_contradicts_the_configuration(tmp_path: Path) -> None:
-    step = write_layers(tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "20B.yml").write_text("model_parallel_size: 2\n")
-    for file in step.glob("*-model_01-*"):
-        file.unlink()
-    with pytest.raises(CheckpointMismatchError, match=r"files of 1 training ranks.*size: 2"):
-        open_eleuther(tmp_path)
-
-
-def test_a_rank_that_no_run_has_is_refused(tmp_path: Path) -> None:
-    step = write_layers(tmp_path)
-    (step / "layer_02-model_999999999-model_states.pt").write_bytes(b"x")
-    with pytest.raises(CheckpointMismatchError, match="a file of rank 999999999"):
+    (step / f"{file}-model_states.pt").rename(step / f"{renamed}-model_states.pt")
+    with pytest.raises(CheckpointMismatchError, match=words):
         open_eleuther(step)
 
 
-def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
-    step = write_layers(tmp_path)
-    file = step / "layer_03-model_01-model_states.pt"
-    file.rename(step / "layer_03-model_99-model_states.pt")
-    with pytest.raises(CheckpointMismatchError, match=r"lacks .* and \d+ more$"):
-        open_eleuther(step)
-
-
-def test_missing_layer_is_named(tmp_path: Path) -> None:
-    write_layers(tmp_path, numbers=(2, 4))
-    with pytest.raises(CheckpointMismatchError, match="lacks the files of layer_03"):
-        open_eleuther(tmp_path)
-
-
-def test_missing_last_layer_contradicts_the_configuration(tmp_path: Path) -> None:
-    write_layers(tmp_path, numbers=(2, 3))
+@pytest.mark.parametrize(
+    ("form", "setting", "words"),
+    [
+        ({"ranks": 1}, "model_parallel_size: 2", "files of 1 training ranks.*size: 2"),
+        ({"numbers": (2, 3)}, "num-layers: 3", "holds 2 transformer layers.*num-layers: 3"),
+        ({"numbers": (2, 4)}, "", "lacks the files of layer_03"),
+    ],
+)
+def test_missing_ranks_and_layers_contradict_the_configuration_or_the_rest(
+    form: dict[str, Any], setting: str, words: str, tmp_path: Path
+) -> None:
+    write_layers(tmp_path, **form)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "20B.yml").write_text("num-layers: 3\n")
-    with pytest.raises(CheckpointMismatchError, match=r"holds 2 transformer layers.*num-layers: 3"):
+    (tmp_path / "configs" / "20B.yml").write_text(setting)
+    with pytest.raises(CheckpointMismatchError, match=words):
         open_eleuther(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,10 +71,21 @@ def test_other_folders_are_not_a_release(tmp_path: Path) -> None:
     assert step_directory(tmp_path) is None
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    step = write_release(tmp_path, shards=3)
-    (step / "shard_1" / "0.npz").unlink()
-    with pytest.raises(CheckpointMismatchError, match="lacks shard_1 of 3 shards"):
+@pytest.mark.parametrize(
+    ("form", "lost", "words"),
+    [
+        ({"shards": 3}, "shard_1/0.npz", "lacks shard_1 of 3 shards"),
+        ({"parts": 3}, "shard_1/1.npz", r"shard_1 lacks 1\.npz"),
+        ({"arrays": ARRAYS - 1}, "", f"shard_0 holds {ARRAYS - 1} arrays"),
+    ],
+)
+def test_missing_parts_are_named(
+    form: dict[str, int], lost: str, words: str, tmp_path: Path
+) -> None:
+    step = write_release(tmp_path, **form)
+    if lost:
+        (step / lost).unlink()
+    with pytest.raises(CheckpointMismatchError, match=words):
         open_jax(step)
 
 
@@ -81,19 +93,6 @@ def test_a_shard_that_no_release_has_is_refused(tmp_path: Path) -> None:
     step = write_release(tmp_path)
     (step / "shard_1").rename(step / "shard_1999999999")
     with pytest.raises(CheckpointMismatchError, match="has a shard 1999999999"):
-        open_jax(step)
-
-
-def test_missing_part_is_named(tmp_path: Path) -> None:
-    step = write_release(tmp_path, parts=3)
-    (step / "shard_1" / "1.npz").unlink()
-    with pytest.raises(CheckpointMismatchError, match=r"shard_1 lacks 1\.npz"):
-        open_jax(step)
-
-
-def test_missing_last_part_is_noticed_by_the_number_of_arrays(tmp_path: Path) -> None:
-    step = write_release(tmp_path, arrays=ARRAYS - 1)
-    with pytest.raises(CheckpointMismatchError, match=f"shard_0 holds {ARRAYS - 1} arrays"):
         open_jax(step)
 
 
@@ -105,11 +104,21 @@ def test_cut_off_file_is_named(tmp_path: Path) -> None:
         open_jax(step)
 
 
-def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("write", "array", "words"),
+    [
+        (np.savez, np.array([{}], dtype=object), r"arr_0\.npy has type '\|O'"),
+        (np.savez_compressed, np.zeros(3, np.float32), "is compressed"),
+    ],
+    ids=["objects, unpickled by nobody", "compressed"],
+)
+def test_arrays_of_other_forms_are_refused(
+    write: Any, array: np.ndarray, words: str, tmp_path: Path
+) -> None:
     step = tmp_path / "step_1" / "shard_0"
     step.mkdir(parents=True)
-    np.savez(step / "0.npz", np.array([{}], dtype=object))
-    with pytest.raises(CheckpointMismatchError, match=r"arr_0\.npy has type '\|O'"):
+    write(step / "0.npz", array)
+    with pytest.raises(CheckpointMismatchError, match=words):
         open_jax(tmp_path)
 
 
@@ -134,14 +143,6 @@ def test_headers_of_something_else_are_refused(
         archive.writestr("arr_0.npy", b"\x93NUMPY\x01\x00" + length + header)
     with pytest.raises(CheckpointMismatchError, match=rf"arr_0\.npy {reported}"):
         open_jax(step)
-
-
-def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
-    step = tmp_path / "step_1" / "shard_0"
-    step.mkdir(parents=True)
-    np.savez_compressed(step / "0.npz", np.zeros(3, np.float32))
-    with pytest.raises(CheckpointMismatchError, match="is compressed"):
-        open_jax(tmp_path)
 
 
 def test_model_configuration_next_to_the_step_is_read(tmp_path: Path) -> None:
