@@ -250,28 +250,6 @@ def test_weights_are_exchanged_in_the_engine_that_is_there(
     assert lasting.failure() is None
 
 
-def test_a_large_text_keeps_no_other_request_waiting(lasting: ModelServer) -> None:
-    port = lasting.ports["http"]
-
-    def ids(text: str) -> int:
-        rows = [("QUERY", "BYTES", text), ("REQUEST_OUTPUT_LEN", "UINT32", 1)]
-        inputs = [
-            {"name": name, "datatype": kind, "shape": [1, 1], "data": [value]}
-            for name, kind, value in rows
-        ]
-        url = f"http://127.0.0.1:{port}/v2/models/preprocessing/infer"
-        data = json.dumps({"inputs": inputs}).encode()
-        with urllib.request.urlopen(url, data=data, timeout=60) as answer:
-            outputs = {each["name"]: each["data"] for each in json.load(answer)["outputs"]}
-        return int(outputs["REQUEST_INPUT_LEN"][0])
-
-    small = ids("It was the best of times. " * 8)
-    with ThreadPoolExecutor(1) as pool:
-        large = pool.submit(ids, "It was the best of times. " * 8 * 2000)  # 416 kB
-        assert ids("It was the best of times. " * 8) == small
-        assert large.result() in range(2000 * (small - 2), 2000 * (small + 2))
-
-
 def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_not(
     lasting: ModelServer, repository: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from inference.evaluation.paired_tests import (
 from tests.conftest import present
 
 COUNTS = st.integers(0, 60)
-ASSUMED_CHANGE = 0.02  # share of the answers in which two healthy runs differ
 SCORES = st.lists(
     st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)), min_size=8, max_size=60
 )
@@ -195,9 +193,7 @@ def rare_losses(share: float, margin: float, tokens: bool):
     ("count", "share", "margin", "tokens"),
     [
         (64, 0.002, 0.01, True),
-        (64, 0.01, 0.01, True),
         (250, 0.005, 0.01, True),
-        (150, 0.02, 0.02, False),
         (100, 0.05, 0.05, False),
     ],
 )
@@ -232,29 +228,6 @@ def test_one_sample_shows_nothing():
     assert found.high == pytest.approx(0.988, abs=1e-3)
 
 
-def ours(pairs: Pairs, margin: float) -> bool:
-    return check_drop(pairs, margin, confidence=0.95).p_breached <= 0.05
-
-
-def runs(count: int, changed: float, drop: float, number: int, seed: int) -> Counter[Pairs]:
-    """Pairs of runs of a model that gets 70 % right; `changed` of the answers flip either way."""
-    random = np.random.default_rng(seed)
-    gained = changed / 2
-    drawn = random.multinomial(count, [gained + drop, gained, 1 - changed - drop], number)
-    right = random.binomial(drawn[:, 2], 0.7)
-    return Counter(
-        Pairs(
-            (0.0,) * b + (1.0,) * (c + r) + (0.0,) * (same - r),
-            (1.0,) * b + (0.0,) * c + (1.0,) * r + (0.0,) * (same - r),
-        )
-        for (b, c, same), r in zip(drawn.tolist(), right.tolist(), strict=True)
-    )
-
-
-def share(found: Counter[Pairs], breached) -> float:
-    return sum(times for pairs, times in found.items() if breached(pairs)) / found.total()
-
-
 @pytest.mark.parametrize(("margin", "alpha"), [(0.0, 0.05), (0.01, 0.05), (0.05, 0.0125)])
 def test_power_is_that_of_the_test_itself(margin, alpha):
     """As many of all likely runs as are asked for are caught at the smallest drop."""
@@ -262,21 +235,6 @@ def test_power_is_that_of_the_test_itself(margin, alpha):
     losses, gains, chances = likely_tables(300, 0.01 + drop, 0.01)
     caught = chances[_tails(losses, gains, 300, margin)[0] <= alpha].sum()
     assert caught == pytest.approx(0.8, abs=0.03)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("count", "margin"), [(64, 0.0), (64, 0.05), (1319, 0.01)])
-def test_false_alarms_and_power_are_as_stated(count, margin, soak):
-    number = 150 * soak
-    noise = 3 * math.sqrt(0.05 * 0.95 / number)  # three standard errors of the simulation
-    for changed in (0.0, ASSUMED_CHANGE, 0.1):
-        healthy = runs(count, changed, margin, number, seed=1)
-        assert share(healthy, lambda pairs: ours(pairs, margin)) <= 0.05 + noise
-    deviation = math.sqrt(ASSUMED_CHANGE)
-    drop = present(smallest_drop(count, deviation, margin, alpha=0.05, binary=True))
-    broken = runs(count, ASSUMED_CHANGE, drop, number, seed=2)
-    caught = share(broken, lambda pairs: ours(pairs, margin))
-    assert caught >= 0.8 - 3 * math.sqrt(0.8 * 0.2 / number)
 
 
 @pytest.mark.soak

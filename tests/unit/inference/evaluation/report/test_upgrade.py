@@ -75,6 +75,7 @@ def stated_power() -> float:
     return present(found)
 
 
+@pytest.mark.long  # p values of several rows are compared with Holm's below
 @pytest.mark.soak
 def test_a_point_lost_in_one_row_is_found_and_healthy_rows_are_not_accused(metric, soak):
     upgrades = 100 * min(soak, 40)

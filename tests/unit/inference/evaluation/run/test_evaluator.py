@@ -79,22 +79,9 @@ def test_a_report_names_the_family_and_the_hash_of_the_weights_where_they_are_he
     assert evaluate(options(weights_dir=tmp_path / "8-gpu"), FACTS, model=model).run.family == ""
 
 
-def test_a_breach_is_in_the_report_and_is_no_error(options, model):
-    report = evaluate(options(gate={"lambada_last_word": {"min": 0.9}}), FACTS, model=model)
-    assert report.gate.exit_code == 3
-    assert report.gate.of("breached")[0].value == 0.25
-
-
 def test_options_are_checked_first(options, model):
     with pytest.raises(ValueError, match=r"evaluate\.tasks is empty"):
         evaluate(options(tasks=[], latency=LatencyOptions(enabled=False)), FACTS, model=model)
-    assert model.requests == []
-
-
-def test_a_batch_beyond_the_model_s_limit_is_refused_first(options, model):
-    latency = LatencyOptions(batch_sizes=[1, 16])
-    with pytest.raises(ValueError, match=r"batch_sizes has 16, and the server takes 8 rows"):
-        evaluate(options(latency=latency, max_batch_size=8), FACTS, model=model)
     assert model.requests == []
 
 
@@ -312,11 +299,6 @@ def test_a_run_below_its_bounds_does_not_become_the_baseline(options, model, tmp
     )
     assert not report.gate.passed
     assert not path.exists()
-
-
-def test_latency_can_be_left_out(options, model):
-    report = evaluate(options(latency=LatencyOptions(enabled=False)), FACTS, model=model)
-    assert report.latency == ()
 
 
 def test_metrics_json_has_the_harness_s_names(options, model, tmp_path):
