@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def wrong_values(key: Key) -> Iterator[str]:
             yield from ("''", ".", "..", "a/b", "'a b'", "-a", "a:b", _LONG)
 
 
+@cache
+def typed(text: str) -> Any:
+    """Return the value that a text stands for, whatever key it is given to."""
+    return read_override(f"key={text}").value()
+
+
 def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     # `cluster_type` is translated before anything is composed: see test_arguments.
     wrong = {name: list(wrong_values(key)) for name, key in KEYS.items() if name != "cluster_type"}
@@ -64,8 +71,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     assert config is not None
     usual = {name: as_json(config.at(name)) for name in KEYS}
     for number in range(max(map(len, wrong.values()))):
-        typed = [f"{name}={wrong[name][number]}" for name in wrong if wrong[name][number:]]
-        words = {word.partition("=")[0]: read_override(word).value() for word in typed}
+        words = {name: typed(wrong[name][number]) for name in wrong if wrong[name][number:]}
         with pytest.raises(WrongValuesError) as caught:
             build_record(Config, usual | words)
         assert caught.value.problems.keys() == words.keys()
