@@ -17,7 +17,6 @@ from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.bcp import BcpLauncher
-from launcher_scripts.launchers.local import LocalHandle
 from launcher_scripts.main import main
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
@@ -87,21 +86,6 @@ def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     assert not lives(int((tmp_path / "out" / "target.pid").read_text()))
 
 
-def test_time_limit_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    run, _ = make_run(
-        SleepStage(settings(tmp_path, "sleep", resources=Resources(time_limit_min=5)))
-    )
-    handle = run.submit("sleep")
-    wait_for(tmp_path / "out" / "target.pid")
-    assert isinstance(handle, LocalHandle)
-    handle.ends_at = 0.0
-    assert handle.poll() == "failed"
-    found = record(tmp_path, "sleep")
-    assert found.state == "failed"
-    assert found.error.startswith("the time limit of 5 minutes has passed")
-    assert not lives(int((tmp_path / "out" / "target.pid").read_text()))
-
-
 def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path[:0] = sys.argv[1:2]\n"
@@ -136,14 +120,6 @@ def test_further_arguments_of_bcprun_come_before_its_command(
     words = ["export=gpt3/sample", "cluster_type=bcp", f"base_results_dir={tmp_path}"]
     assert main([*words, "cluster.bcprun_args=[--binding,node]", "dry_run=true"]) == 0
     assert re.search(r"--binding node .*'?HF_TOKEN=\.\.\.'? .*--cmd ", capsys.readouterr().out)
-
-
-def test_failed_stage_stops_the_next(tmp_path: Path) -> None:
-    second = RanksStage(settings(tmp_path, "ranks"))
-    run, shown = make_run(WriteStage(settings(tmp_path, "write"), fails="error"), second)
-    assert run.run_all(wait=False) == 1
-    assert "write failed: the disk is on fire; use water" in shown.getvalue()
-    assert not (tmp_path / "ranks").exists()
 
 
 def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(

@@ -92,26 +92,9 @@ def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> Non
     assert len(marks) == 2
 
 
-def test_guide_values_render_to_valid_options_of_slurm() -> None:
-    found = options("deploy", "cluster.overcommit=False", "cluster.exclusive=False")
-    assert "overcommit" not in found
-    assert "exclusive" not in found
-    assert options("deploy", "cluster.exclusive=True")["exclusive"] is True
-
-
-def test_only_the_server_asks_for_gpus() -> None:
-    assert "gpus-per-node" not in options("convert")
-    assert "gpus-per-node" not in options("evaluate")
-    assert options("deploy")["gpus-per-node"] == 2
-    assert "gpus-per-node" not in options("deploy", "cluster.gpus_per_node=null")
-
-
 def test_gpus_per_task_come_with_a_number_of_tasks() -> None:
-    found = options("deploy", "cluster.gpus_per_task=2")
-    assert (found["gpus-per-task"], found["ntasks"]) == (2, 1)
     found = options("deploy", "cluster.gpus_per_task=2", "cluster.gpus_per_node=null")
     assert (found["gpus-per-task"], found["ntasks"]) == (2, 1)
-    assert "gpus-per-task" not in options("convert", "cluster.gpus_per_task=1")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2:00:00", "02:00:00"), ("90", "01:30:00")])
@@ -131,42 +114,6 @@ def test_dependencies_are_combined() -> None:
     assert found == "afterok:12,singleton,after:9"
     either = "afterany:12?after:12+5"  # Slurm refuses a comma next to it
     assert options("deploy", "cluster.dependency=after:9", after=either)["dependency"] == either
-
-
-def test_evaluation_follows_the_start_of_the_server() -> None:
-    found = options("evaluate", after="after:12")
-    assert found["dependency"] == "after:12"
-    assert found["kill-on-invalid-dep"] == "yes"
-
-
-def test_any_further_option_reaches_sbatch() -> None:
-    assert options("convert", "+cluster.mail_type=END")["mail-type"] == "END"
-
-
-def test_without_a_container_the_batch_process_runs_the_stage() -> None:
-    config = configure("cluster=bcm")
-    assert step_of(job(config, "convert")) is None
-
-
-def test_container_flags_go_to_srun() -> None:
-    config = configure(
-        "cluster=bcm",
-        "container=nvcr.io#nvidia/x:1",
-        "container_mounts=[/scratch,null,/a:/b]",
-    )
-    step = step_of(job(config, "convert"))
-    assert step is not None
-    assert step.prefix[:5] == (
-        "srun", "--nodes=1", "--ntasks=1", "--wait=60", "--kill-on-bad-exit=1",
-    )  # fmt: skip
-    assert "--container-image=nvcr.io#nvidia/x:1" in step.prefix
-    assert step.prefix[-1] == "--no-container-mount-home"
-    (mounted,) = [each for each in step.prefix if each.startswith("--container-mounts=")]
-    assert "/scratch:/scratch" in mounted
-    assert "/a:/b" in mounted
-    program = ["python3", "-u", "-m", "stages.step", "x", "y", "1"]
-    assert step.command("x", "y")[-8:] == ["--no-container-mount-home", *program]
-    assert step.ranks == 1
 
 
 def test_a_folder_below_a_mounted_one_is_not_mounted_again() -> None:
