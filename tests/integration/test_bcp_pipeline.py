@@ -57,6 +57,7 @@ def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert "bcprun --nnodes 1 --npernode 1 -no_redirect" in script.read_text()
 
 
+@pytest.mark.long  # two nodes serve in test_multi_node and test_kubernetes_pods
 @pytest.mark.triton
 def test_a_model_over_two_replicas_is_served_and_measured(tmp_path: Path) -> None:
     command = [

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 __all__ = ["expected"]  # a fixture
 
 
+@pytest.mark.long  # ranks under mpirun are tested in test_pytriton, two nodes in test_multi_node
 def test_two_nodes_answer_as_one_process_and_end_together(
     slurm_cluster: SlurmCluster, tmp_path: Path, expected: Any
 ) -> None:

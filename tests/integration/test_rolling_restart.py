@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 
+import pytest
+
 from inference.system.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
@@ -97,6 +99,7 @@ def balanced(replicas: list[Replica], turn: int) -> str:
     return "lost: no replica takes it"
 
 
+@pytest.mark.long  # the end of one server is tested in test_own_server
 def test_a_rolling_restart_loses_no_request(
     sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -1,7 +1,4 @@
-"""Every kind of model behind one server, against recorded tokens and hidden states.
-
-The other families go through the whole command in test_pipeline_families.py.
-"""
+"""Every kind of model behind one server, against recorded tokens and hidden states."""
 
 from __future__ import annotations
 

@@ -198,9 +198,9 @@ def test_client_commands_work_against_the_server(
 
 
 def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(
-    host: str, sample_repository: Callable[..., Path], tmp_path: Path
+    usual_host: str, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with hosted(host, sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
+    with hosted(usual_host, sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
         server.start(timeout_s=START_LIMIT_S)
         with TritonClient(server.address("grpc"), timeout_s=30) as client:
             running = processes(server)
