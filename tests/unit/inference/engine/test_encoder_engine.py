@@ -81,13 +81,6 @@ def test_more_rows_than_fit_in_a_step_are_all_answered(bert: EncoderEngine) -> N
     assert torch.allclose(hidden[7], alone[0], atol=1e-5)
 
 
-def test_half_precision_inputs_are_taken(bert: EncoderEngine) -> None:
-    states = random_states(1, 4).astype(np.float16)
-    half = bert.encode(states_request(bert, states, [4])).hidden
-    full = bert.encode(states_request(bert, states.astype(np.float32), [4])).hidden
-    assert torch.equal(half, full)
-
-
 def test_t5_rows_have_their_own_ia3_tasks(t5: EncoderEngine) -> None:
     prompt = [5, 9, 2, 38]
     request = ids_request(t5, [prompt, prompt], ia3_tasks=np.array([[1], [0]], np.int32))
@@ -203,14 +196,6 @@ def test_a_request_that_no_queue_holds_is_refused(tmp_path: Path) -> None:
         request = states_request(engine, random_states(4, 2), [2] * 4)
         with pytest.raises(RequestError, match="4 rows exceed max_queued_rows=3"):
             engine.submit(request)
-
-
-def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
-    engine = EncoderEngine(write_bert(tmp_path), Placement(device="cpu"))
-    engine.start()
-    engine.stop()
-    with pytest.raises(EngineFailedError, match="stopped"):
-        engine.submit(states_request(engine, random_states(1, 2), [2]))
 
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,6 @@ def test_after_a_step_all_of_it_has_been_reported(
     reports = "".join(seen).split("|")
     assert sum(map(len, reports)) == 3 * 4  # the last step's tokens are the answers
     assert max(map(len, reports)) <= 3
-
-
-def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
-    begun, left = threading.Event(), threading.Event()
-
-    def stay(_step: GenerationStep) -> None:
-        begun.set()
-        left.wait(60)
-
-    request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
-    future = engine.submit(request, on_step=stay)
-    assert begun.wait(60)
-    future.cancel()
-    left.set()
-    with pytest.raises(CancelledError):
-        future.result()
-    assert answers(engine, request_of(engine, prompts_of(SLOTS), 3))
-    assert engine.load().running == 0
 
 
 def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:

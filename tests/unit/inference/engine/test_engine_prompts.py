@@ -96,27 +96,6 @@ def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft
     assert first == pytest.approx(second, abs=1e-5)
 
 
-def test_soft_prompt_comes_before_the_tokens(engine: Engine, ft_dir: Path) -> None:
-    rows = table(ft_dir)[[[30, 31, 32]]]
-    sent = answers(
-        engine,
-        [[5, 6]],
-        request_prompt_embedding=rows,
-        request_prompt_lengths=2,
-        request_prompt_type=1,
-    )
-    assert sent == answers(engine, [[30, 31, 5, 6]])
-
-
-def test_plain_rows_run_together_with_virtual_ones(engine: Engine) -> None:
-    plain = [3, 1, 4, 1]
-    virtual = [[START, START + 1, 5, 6]]
-    sent = engine.submit(request_of(engine, virtual, 9, prompt_learning_task_name_ids=0))
-    expected = answers(engine, [[7, 8, 5, 6]])
-    assert answers(engine, [plain]) == answers(engine, [plain])
-    assert [list(row.output_ids[0]) for row in sent.result().rows] == expected
-
-
 def test_unknown_task_is_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"prompt_learning_task_name_ids\[0\]=2 is unknown"):
         answers(engine, [[START, 5]], prompt_learning_task_name_ids=2)

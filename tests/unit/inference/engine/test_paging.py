@@ -210,34 +210,6 @@ def test_every_answer_is_that_of_a_request_alone(
         assert output_of(running) == output_of(again)
 
 
-@pytest.mark.parametrize(("seed", "encoder_layers"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)])
-def test_beams_that_share_blocks_answer_as_those_that_copy(seed: int, encoder_layers: int) -> None:
-    draw = random.Random(seed)
-    worlds = [
-        World(blocks=blocks, slots=10, overlap=blocks > 0, encoder_layers=encoder_layers)
-        for blocks in (40, 0)
-    ]
-    header = [7] * 9
-    sent: list[tuple[RunningRequest, RunningRequest]] = []
-    rows = []
-    for _ in range(30):
-        beams = draw.choice((1, 1, 1, 2, 3, 5))
-        begin = header[: draw.randint(0, 9)]
-        prompt = [*begin, *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 12)))]
-        count = draw.randint(30, 100) if beams == 1 else draw.randint(1, 17)
-        end = draw.choice((END, VOCAB, VOCAB))
-        first, second = (world.add(prompt, count, beam_width=beams, end_id=end) for world in worlds)
-        sent.append((first, second))
-        rows += first.waiting
-        for _ in range(draw.randint(0, 4)):
-            worlds[0].turn()
-    for world in worlds:
-        world.run()
-    assert any(len(row.prompt) > row.prompt_tokens for row in rows), "no neighbour was preempted"
-    for first, second in sent:
-        assert first.future.result(0).rows == second.future.result(0).rows
-
-
 def test_beams_hold_their_prompt_once() -> None:
     world = World(blocks=200)
     prompt = [draw * 31 % VOCAB for draw in range(512)]
@@ -513,20 +485,3 @@ def test_requests_that_arrive_at_random_are_answered_in_time(
 
 def _note_time(world: World, frames: list[float], _: object) -> None:
     frames.append(world.now_s)
-
-
-@pytest.mark.parametrize("encoder_layers", [0, 3])
-def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way(
-    encoder_layers: int,
-) -> None:
-    world = World(overlap=True, encoder_layers=encoder_layers)
-    leaving, staying = world.add([1, 2, 3], 30), world.add([4, 5, 6], 30)
-    for _ in range(6):
-        world.turn()
-    assert world.under_way is not None
-    assert leaving.future.cancel()
-    late = world.add([7, 8, 9], 30)
-    world.run()
-    assert output_of(staying) == world.answer(staying)
-    assert output_of(late) == world.answer(late)
-    assert world.overlapped
