@@ -28,10 +28,8 @@ class Save:
         whole: The folder of the same model as one rank has saved it, which megatron-core cuts.
         tp_size: Tensor-parallel ranks that save it.
         pp_size: Pipeline stages that save it.
-        ep_size: Ranks among which the experts of a mixture are shared.
         metadata: How megatron-core names and cuts tensors.
         prefix: Of the model's names.
-        with_args: Whether Megatron-LM's arguments are saved, which verl leaves out.
         with_optimizer: Also save what else training leaves: optimizer state, random states.
     """
 
@@ -40,16 +38,14 @@ class Save:
     whole: str = ""
     tp_size: int = 1
     pp_size: int = 1
-    ep_size: int = 1
     metadata: Mapping[str, bool] | None = None
     prefix: str = ""
-    with_args: bool = True
     with_optimizer: bool = False
 
     @property
     def ranks(self) -> int:
         """The number of processes that save it."""
-        return self.tp_size * self.pp_size * self.ep_size
+        return self.tp_size * self.pp_size
 
 
 def save_all(saves: Sequence[Save], work_dir: Path) -> None:
@@ -74,7 +70,6 @@ def nemo_config(archive: Path) -> dict[str, Any]:
 def megatron_args(config: Mapping[str, Any], save: Save) -> argparse.Namespace:
     """Return what Megatron-LM would have called the settings of a NeMo configuration."""
     rope = config["position_embedding_type"] == "rope"
-    experts = {key: value for key, value in config.items() if key.startswith("moe_")}
     groups = config["num_query_groups"]
     return argparse.Namespace(
         num_layers=config["num_layers"],
@@ -95,12 +90,7 @@ def megatron_args(config: Mapping[str, Any], save: Save) -> argparse.Namespace:
         tensor_model_parallel_size=save.tp_size,
         pipeline_model_parallel_size=save.pp_size,
         params_dtype=torch.float32,
-        num_experts=config.get("num_moe_experts"),
-        qk_layernorm=config.get("qk_layernorm", False),
-        rotary_base=config.get("rotary_base", 10000),
         kv_channels=config.get("kv_channels"),
-        expert_model_parallel_size=save.ep_size,
-        **experts,
     )
 
 
@@ -120,10 +110,6 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
     gated = config["activation"] == "fast-swiglu"
     functional = torch.nn.functional
     normalization = "RMSNorm" if config["normalization"] == "rmsnorm" else "LayerNorm"
-    names = ("num_moe_experts", "qk_layernorm", "kv_channels")
-    further = {
-        key: value for key, value in config.items() if key in names or key.startswith("moe_")
-    }
     settings = TransformerConfig(
         num_layers=config["num_layers"],
         hidden_size=config["hidden_size"],
@@ -141,14 +127,9 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_activation_fusion=False,
-        expert_model_parallel_size=save.ep_size,
-        **further,
+        kv_channels=config.get("kv_channels"),
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.get("num_moe_experts"),
-        qk_layernorm=config.get("qk_layernorm", False),
-        normalization=normalization,
-    )
+    spec = get_gpt_layer_local_spec(normalization=normalization)
     return GPTModel(
         settings,
         spec,
@@ -158,7 +139,6 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type=config["position_embedding_type"],
         share_embeddings_and_output_weights=config["share_embeddings_and_output_weights"],
-        rotary_base=config.get("rotary_base", 10000),
     )
 
 
@@ -182,9 +162,7 @@ def _save(save: Save) -> None:
     if torch.distributed.get_rank() == 0:
         Path(save.folder).mkdir(parents=True)
     torch.distributed.barrier()
-    parallel_state.initialize_model_parallel(
-        save.tp_size, save.pp_size, expert_model_parallel_size=save.ep_size
-    )
+    parallel_state.initialize_model_parallel(save.tp_size, save.pp_size)
     model = _model(config, weights["embedding.word_embeddings.weight"].shape[0], save)
     if save.whole:
         wanted = {"model": model.sharded_state_dict()}
@@ -192,11 +170,9 @@ def _save(save: Save) -> None:
     model.load_state_dict(weights, strict=False)
     state = {
         "model": model.sharded_state_dict(prefix=save.prefix, metadata=save.metadata),
-        **(
-            {"args": megatron_args(config, save), "checkpoint_version": 3.0, "iteration": ITERATION}
-            if save.with_args
-            else {"lr_scheduler": {"num_steps": ITERATION}}
-        ),
+        "args": megatron_args(config, save),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
         **(_other_state() if save.with_optimizer else {}),
     }
     dist_checkpointing.save(state, save.folder)

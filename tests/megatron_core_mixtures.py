@@ -83,6 +83,7 @@ class Mixture:
         whole: The folder of the same model as one rank has saved it; without, the weights are
             random, and logits are saved as `logits.pt`.
         sizes: Parallel sizes of `initialize_model_parallel`.
+        metadata: How megatron-core names and cuts tensors.
     """
 
     folder: str
@@ -90,6 +91,7 @@ class Mixture:
     changes: Mapping[str, Any] = field(default_factory=dict)
     whole: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    metadata: Mapping[str, bool] | None = None
 
     @property
     def ranks(self) -> int:
@@ -212,8 +214,8 @@ def _save(save: Mixture) -> None:
             logits = model(tokens, places, mask)
         torch.save(logits, Path(save.folder).with_suffix(".pt"))
     state = {
-        "model": model.sharded_state_dict(), "args": _args(settings), "checkpoint_version": 3.0,
-        "iteration": 1,
+        "model": model.sharded_state_dict(metadata=save.metadata), "args": _args(settings),
+        "checkpoint_version": 3.0, "iteration": 1,
     }  # fmt: skip
     dist_checkpointing.save(state, save.folder)
     parallel_state.destroy_model_parallel()

@@ -21,12 +21,13 @@ from tests.unit.export_scripts.conversion.test_mixtures import request
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
 
-# These have every kind of layer that is cut; Qwen3 is cut in test_distributed_checkpoints.
-CUT_MODELS = ("deepseek_v3", "gpt_oss")
+# These have every kind of layer that is cut.
+CUT_MODELS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 CUTS = {
     "tp": {"tensor_model_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
     "ep": {"expert_model_parallel_size": 2},
+    "by_expert": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
 }
 # Without these, vLLM scores and chooses experts in another way than transformers.
 READ_BY_VLLM: dict[str, dict[str, str]] = {
@@ -88,7 +89,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for cut, sizes in CUTS.items() if name in CUT_MODELS else ():
             # With biases, experts are not cut by tensors.
             own = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
-            saves.append(Mixture(f"{whole}-{cut}", name, whole=whole, sizes={**sizes, **own}))
+            apart = {"singleton_local_shards": True} if cut == "by_expert" else None
+            saves.append(
+                Mixture(f"{whole}-{cut}", name, {}, whole, {**sizes, **own}, metadata=apart)
+            )
     for number, (name, changes, _) in enumerate(CHANGES):
         saves.append(Mixture(str(folder / str(number)), name, changes))
     save_all(saves, folder)

@@ -181,25 +181,6 @@ def test_chunks_need_not_match_ranks(state: Tensors, tmp_path: Path) -> None:
     assert contents(converted(folder, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
 
 
-def test_halves_of_a_gate_stored_apart_are_joined(state: Tensors, tmp_path: Path) -> None:
-    apart = dict(state)
-    for layer in range(2):
-        name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
-        apart[f"{name}_w"], apart[f"{name}_v"] = apart.pop(name).chunk(2)
-    source = write(tmp_path / "iter_0000007", apart, stacked=False)
-    assert contents(converted(source, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
-
-
-def test_training_state_is_left_out(state: Tensors, tmp_path: Path) -> None:
-    more = stack(state) | {
-        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(2, 5),
-        "chained_0.optimizer.state.param.x": torch.ones(3),
-        "decoder.layers.mlp.linear_fc1._extra_state": torch.ones(2, 1),
-    }
-    folder = write_distributed(tmp_path / "iter_0000007", more, common=megatron_common(**ARGS))
-    assert contents(converted(folder, tmp_path / "out")) == classic(state, tmp_path)
-
-
 def test_arguments_may_lie_in_the_index(state: Tensors, tmp_path: Path) -> None:
     """Newer versions of megatron-core write no common.pt."""
     folder = tmp_path / "iter_0000007"

@@ -501,37 +501,6 @@ def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_p
     assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
 
 
-def cut_core(state: Tensors, tp: int) -> dict[str, bytes]:
-    """Return the weight files of a model trained on several ranks."""
-    members = {}
-    for t in range(tp):
-        part: Tensors = {}
-        for name, tensor in state.items():
-            if "linear_fc1" in name:
-                part[name] = tensor.reshape(2, -1, 24).chunk(tp, 1)[t].reshape(-1, 24).clone()
-            elif tensor.ndim == 2 and "embedding" not in name and "output" not in name:
-                axis = 1 if "linear_proj" in name or "fc2" in name else 0
-                part[name] = tensor.chunk(tp, axis)[t].clone()
-            else:
-                part[name] = tensor[t * 27 : t * 27 + 27] if tensor.ndim == 2 else tensor
-        members[f"mp_rank_{t:02d}/model_weights.ckpt"] = torch_bytes(part)
-    return members
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_model_may_be_cut_otherwise_than_the_adapter(tp: int, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    state = core_state()
-    factors = all_factors()
-    settings = json.dumps(CORE | {"tensor_model_parallel_size": 2}).encode()
-    base, whole = (
-        write_tar(tmp_path / f"{name}.nemo", {"model_config.yaml": settings, **cut_core(each, 2)})
-        for name, each in (("base", state), ("whole", merged_core(state, factors)))
-    )
-    adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=1)
-    assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
-
-
 def test_adapters_of_the_names_before_megatron_core_are_merged(tmp_path: Path) -> None:
     model = TinyGPT()
     tensors = gpt_tensors(model)
