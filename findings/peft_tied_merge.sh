@@ -4,10 +4,10 @@
 # Expected: with ensure_weight_tying=True the adapters of the embedding and of the head are one, as are their weights, and
 #   merge_and_unload gives a model with the logits of the adapted one.
 # Seen: training and reloading are right. merge_and_unload visits both modules and adds the same product to the one matrix
-#   that they share: W + 2BA. The only word is a warning that tied modules "can lead to complications", which each use of
-#   the option gives, before anything is merged.
-# Matters for: small models with a tied head, the very ones for which the option was made: the merged folder, its conversions
-#   and its quantised forms answer otherwise than the adapter that was evaluated.
+#   that they share: W + 2BA. It warns that tied modules "can lead to complications", with the advice to untie the model
+#   before, which is what the option should spare; the merge goes ahead.
+# Matters for: models with a tied head, for which the option was made: the merged folder, its conversions and its quantised
+#   forms answer otherwise than the adapter that was evaluated.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
