@@ -110,7 +110,7 @@ def test_cut_off_file_is_named(tmp_path: Path) -> None:
         (np.savez, np.array([{}], dtype=object), r"arr_0\.npy has type '\|O'"),
         (np.savez_compressed, np.zeros(3, np.float32), "is compressed"),
     ],
-    ids=["objects, unpickled by nobody", "compressed"],
+    ids=["objects", "compressed"],
 )
 def test_arrays_of_other_forms_are_refused(
     write: Any, array: np.ndarray, words: str, tmp_path: Path
