@@ -113,19 +113,6 @@ def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str) -> None:
         config_for(1, **{name: 0.0})
 
 
-def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
-    source = write_llama(tmp_path / "s", rope_theta=5e5, rope_scaling=scaling)
-    config = converted(source, tmp_path / "out", tp_size=2).config
-    rotary = config.architecture().rotary
-    assert rotary is not None
-    assert (rotary.base, rotary.dims) == (5e5, 8)
-    assert rotary.kind == scaling.pop("rope_type")
-    assert rotary.scaling == scaling
-    assert (config.head_num, config.kv_head_num, config.hidden_size) == (4, 2, 24)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -180,12 +167,6 @@ def test_models_beyond_the_layout_are_refused(
     assert words in problems_of(write_llama(tmp_path / "s", **settings), tmp_path)
 
 
-def test_biases_that_a_qwen2_lacks_are_missing(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "s", model_type="qwen2")
-    safetensors.torch.save_file(tensors(CONFIG), source / "model.safetensors")
-    assert "self_attn.k_proj.bias is missing" in problems_of(source, tmp_path)
-
-
 def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", attention_bias=False)
     state = tensors(CONFIG | {"model_type": "qwen2"})
@@ -208,13 +189,6 @@ def test_what_transformers_does_not_compute_is_reported(
     assert any(words in remark for remark in summary.remarks)
 
 
-def test_normalised_queries_are_unknown_tensors(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "s")
-    state = tensors(CONFIG) | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}
-    safetensors.torch.save_file(state, source / "model.safetensors")
-    assert "q_norm.weight [[8]] is not a tensor of" in problems_of(source, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("settings", "window"),
     [
@@ -233,16 +207,6 @@ def test_the_sliding_window_follows_the_kind_of_model(
 ) -> None:
     source = write_llama(tmp_path / "s", **settings)
     assert converted(source, tmp_path / "out").config.sliding_window == window
-
-
-def test_layers_with_a_window_are_listed(tmp_path: Path) -> None:
-    source = write_llama(
-        tmp_path / "s", model_type="qwen2", use_sliding_window=True, sliding_window=8,
-        max_window_layers=1,
-    )  # fmt: skip
-    reader = converted(source, tmp_path / "out")
-    assert reader.config.sliding_layers == (1,)
-    assert reader.config.architecture().sliding_layers == (False, True)
 
 
 @pytest.mark.parametrize(

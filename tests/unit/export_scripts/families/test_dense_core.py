@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,6 @@ def test_norms_fused_into_the_next_linear_are_found(tmp_path: Path) -> None:
     assert torch.equal(found, state["model.decoder.layers.1.mlp.linear_fc1.layer_norm_weight"])
 
 
-def test_scales_stored_around_zero_get_their_one(tmp_path: Path) -> None:
-    state = core_state()
-    source = write_core(tmp_path / "a.nemo", state, layernorm_zero_centered_gamma=True)
-    found = converted(source, tmp_path / "out").read("model.final_layernorm.weight")
-    assert torch.equal(found, state["model.decoder.final_layernorm.weight"] + 1)
-
-
-def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
-    name = "model.decoder.layers.{}.self_attention.linear_qkv.bias"
-    state = core_state() | {name.format(i): torch.randn(64) for i in (0, 1)}
-    source = write_core(tmp_path / "a.nemo", state, qkv_bias=True)
-    reader = converted(source, tmp_path / "out", tp_size=4)
-    groups = state[name.format(0)].view(2, 4, 8)
-    assert torch.equal(reader.read("model.layers.0.attention.query.bias", 3), groups[1, 1])
-    assert torch.equal(reader.read("model.layers.0.attention.key.bias", 3), groups[1, 2])
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -58,36 +40,13 @@ def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
             {"scale_positional_embedding": True, "scale_factor": 32, "old_context_len": 4096},
             {"rotary_factor": 32.0, "rotary_original_max_position_embeddings": 4096},
         ),
-        ({"window_size": [7, 0]}, {"sliding_window": 8, "sliding_layers": None}),
-        (
-            {"window_size": [7, 0], "window_attn_skip_freq": 2},
-            {"sliding_window": 8, "sliding_layers": (0,)},
-        ),
-        (
-            {"window_size": [7, 0], "window_attn_skip_freq": [0, 1]},
-            {"sliding_window": 8, "sliding_layers": (1,)},
-        ),
-        ({"no_rope_freq": 2}, {"rotary_layers": (0,)}),
-        ({"no_rope_freq": [1, 0]}, {"rotary_layers": (1,)}),
-        ({"rotary_interleaved": True}, {"rotary_interleaved": True}),
         (
             {"apply_embedding_scaling": True, "softmax_scale": 0.25},
             {"embedding_scale": 24**0.5, "attention_scale": 0.25},
         ),
-        ({"use_mup": True}, {"attention_scale": 1 / 8, "logit_scale": 1.0}),
-        (
-            {"use_mup": True, "mup_base_hidden_size": 12, "mup_base_head_dim": 4,
-             "mup_embedding_mult": 3.0},
-            {"attention_scale": 2 / 8, "logit_scale": 0.5, "embedding_scale": 3.0},
-        ),
-        (
-            {"use_mup": True, "mup_base_hidden_size": 12, "mup_output_mult": 0.3,
-             "mup_attn_scale_power": 0.5, "softmax_scale": 0.25},
-            {"attention_scale": 0.25, "logit_scale": 0.3},
-        ),
     ],
 )  # fmt: skip
-def test_settings_of_megatron_core_are_carried(
+def test_settings_in_the_names_of_nemo_are_carried(
     tmp_path: Path, settings: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
@@ -121,31 +80,6 @@ def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(
 ) -> None:
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
     assert words in problems_of(source, tmp_path)
-
-
-def test_megatron_lm_saves_the_same_tensors_with_arguments(tmp_path: Path) -> None:
-    state = core_state()
-    arguments = {
-        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
-        "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8,
-        "max_position_embeddings": 40, "norm_epsilon": 1e-5, "normalization": "RMSNorm",
-        "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": True, "rotary_base": 500000,
-        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-    }  # fmt: skip
-    folder = tmp_path / "iter_0000007" / "mp_rank_00"
-    folder.mkdir(parents=True)
-    content = {
-        "args": argparse.Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "model": {name.removeprefix("model."): value for name, value in state.items()},
-    }
-    torch.save(content, folder / "model_optim_rng.pt")
-    given = (("start_id", "1"), ("end_id", "2"))
-    reader = converted(folder.parent, tmp_path / "out", given=given)
-    assert reader.config.rotary_base == 500000
-    gate = state["model.decoder.layers.1.mlp.linear_fc1.weight"][:56]
-    assert torch.equal(reader.read("model.layers.1.mlp.dense_h_to_4h.weight"), gate.t())
 
 
 def test_transformer_engine_fp8_state_is_ignored(tmp_path: Path) -> None:

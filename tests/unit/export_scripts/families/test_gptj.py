@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from tests.tiny_huggingface import converted, copy_of, read_tensors
+from tests.tiny_huggingface import converted, copy_of
 
 HEADS = (("head_num", "4"), ("rotary_embedding", "2"))
 
@@ -58,13 +58,6 @@ def test_inner_width_is_the_sources_own(hugging_face: Path, tmp_path: Path) -> N
         },
     )
     assert converted(source, tmp_path).config.inter_size == 40
-
-
-def test_fp16_folders_say_so(hugging_face: Path, tmp_path: Path) -> None:
-    reader = converted(hugging_face, tmp_path, weight_data_type="fp16")
-    weight = read_tensors(hugging_face)["transformer.wte.weight"]
-    assert reader.weight_data_type == "fp16"
-    assert torch.equal(reader.read("model.wte"), weight.half())
 
 
 def test_another_activation_is_refused(hugging_face: Path, tmp_path: Path) -> None:

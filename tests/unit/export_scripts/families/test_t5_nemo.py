@@ -49,28 +49,6 @@ def ini(reader: FTReader) -> dict[str, dict[str, str]]:
     return parse_ini((reader.path / "config.ini").read_text())
 
 
-def test_config_holds_the_keys_of_the_loader(tmp_path: Path) -> None:
-    keys = ini(converted(nemo(tmp_path), tmp_path))
-    assert keys["encoder"]["num_layers"] == "2"
-    assert keys["decoder"]["num_layers"] == "4"
-    assert keys["encoder"]["d_kv"] == keys["decoder"]["d_kv"] == "6"
-    assert keys["encoder"]["relative_attention_num_buckets_or_max_pos_seq_len"] == "24"
-    assert keys["structure"]["position_embedding_type"] == "absolute"
-    assert keys["structure"]["t5_with_bias"] == "True"
-    assert (keys["decoder"]["decoder_start_token_id"], keys["decoder"]["eos_token_id"]) == (
-        "2",
-        "3",
-    )
-
-
-def test_logits_of_megatron_models_are_never_scaled(tmp_path: Path) -> None:
-    # Left out, the loader would take true and divide the logits by sqrt(d_model).
-    model = TinyT5(bias=False, normalization="rmsnorm", head_bias=False)
-    reader = converted(nemo(tmp_path, model), tmp_path)
-    assert ini(reader)["decoder"]["tie_word_embeddings"] == "False"
-    assert not reader.config.architecture().scale_logits
-
-
 def test_swiglu_is_spelled_as_the_loader_knows_it(tmp_path: Path) -> None:
     keys = ini(converted(nemo(tmp_path, TinyT5(activation="swiglu")), tmp_path))
     assert keys["encoder"]["feed_forward_proj"] == "gated-silu"
@@ -102,18 +80,6 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
     assert any("layer_norm_epsilon = 1e-05" in remark for remark in summary.remarks)
     reader = FTReader(summary.ft_dir)
     assert reader.config.architecture().layernorm_eps == 1e-5
-
-
-def test_half_precision_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
-    request = ConversionRequest(nemo(tmp_path), tmp_path / "out", 1, "fp16")
-    (remark,) = convert(request).remarks
-    assert "overflow" in remark
-    assert "bf16" in remark
-
-
-def test_tied_models_get_a_head_that_equals_the_embedding(tmp_path: Path) -> None:
-    reader = converted(nemo(tmp_path), tmp_path)
-    assert torch.equal(reader.read("lm_head.weight"), reader.read("shared.weight_T"))
 
 
 def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path: Path) -> None:
@@ -190,15 +156,6 @@ def test_settings_that_are_off_are_not_refused(tmp_path: Path) -> None:
     assert validate_directory(converted(nemo(tmp_path, config=config), tmp_path).path) == []
 
 
-def test_all_reasons_are_given_at_once(tmp_path: Path) -> None:
-    config = t5_config(MODEL)
-    for side in ("encoder", "decoder"):
-        config[side] |= {"position_embedding_type": "alibi", "headscale": True}
-    text = refusal(nemo(tmp_path, config=config), tmp_path)
-    assert "position_embedding_type = alibi" in text
-    assert "headscale" in text
-
-
 def test_stages_without_a_split_are_refused(tmp_path: Path) -> None:
     source = nemo(tmp_path, pp=2, split=1, config={"pipeline_model_parallel_split_rank": 0})
     assert "pipeline_model_parallel_split_rank = 0" in refusal(source, tmp_path)
@@ -235,20 +192,6 @@ def test_a_decoder_table_of_its_own_is_refused(tmp_path: Path) -> None:
 def test_a_head_bias_that_nothing_adds_is_refused(tmp_path: Path) -> None:
     model = TinyT5(bias=False, normalization="rmsnorm")
     assert "tokens_head.bias" in refusal(nemo(tmp_path, model), tmp_path)
-
-
-def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
-    tensors = t5_tensors(MODEL) | {ROOT + "enc_dec_model.hidden_bridge.weight": torch.zeros(2, 2)}
-    text = refusal(write_t5(tmp_path / "t5.nemo", tensors, MODEL), tmp_path)
-    assert "hidden_bridge.weight" in text
-    assert "is not a tensor of" in text
-
-
-def test_missing_tensors_are_named(tmp_path: Path) -> None:
-    tensors = t5_tensors(MODEL)
-    name = ROOT + "enc_dec_model.decoder.model.layers.3.inter_attention.key_value.weight"
-    del tensors[name]
-    assert f"{name} is missing" in refusal(write_t5(tmp_path / "t5.nemo", tensors, MODEL), tmp_path)
 
 
 def test_missing_scalers_are_named(tmp_path: Path) -> None:
