@@ -124,23 +124,6 @@ def test_checkpoints_become_the_classic_folder(
     assert all(found[name] == data for name, data in expected.items() if name.endswith(".bin"))
 
 
-def test_positions_windows_and_types_of_other_providers_are_read(
-    state: Tensors, tmp_path: Path
-) -> None:
-    changed = MODEL | {
-        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
-        "rope_scaling": True, "rope_scaling_factor": 32.0, "window_size": [15, 0],
-    }  # fmt: skip
-    half = {name: tensor.bfloat16() for name, tensor in state.items()}
-    config = FTReader(
-        converted(write_bridge(tmp_path / "run", half, changed), tmp_path / "out")
-    ).config
-    assert isinstance(config, DenseConfig)
-    assert (config.rotary_scaling_type, config.rotary_factor) == ("llama3", 32)
-    assert config.rotary_original_max_position_embeddings == 8192
-    assert config.sliding_window == 16
-
-
 def test_positions_are_scaled_by_a_stated_factor_alone(state: Tensors, tmp_path: Path) -> None:
     """Its default differs between Bridge's classes; the others' names are not Bridge's."""
     scaled = MODEL | {"rope_scaling": True, "scale_factor": 4.0, "low_freq_factor": 2.0}

@@ -10,8 +10,6 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
-from tests.conftest import SAMPLE_MODEL
-from tests.ft_folders import OpenedFolder
 from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
 
 
@@ -116,23 +114,3 @@ def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path: Path) -> No
         "3-gpu",
         "3-gpu.manifest.json",
     ]
-
-
-def test_megatron_core_checkpoints_cut_differently_agree(shared: Path, tmp_path: Path) -> None:
-    golden = shared / "golden" / "gpt_mcore"
-    one, two = (
-        folder(golden / name / "source/model.nemo", tmp_path / name, 4)
-        for name in ("gpt_tp1", "gpt_tp2")
-    )
-    assert contents(one) == contents(two)
-
-
-def test_the_sample_model_becomes_any_size(tmp_path: Path) -> None:
-    name = "model.layers.3.mlp.dense_h_to_4h.weight"
-    whole = FTReader(folder(SAMPLE_MODEL, tmp_path, 1, "fp16"))
-    for tp_size in (2, 4):
-        reader = OpenedFolder(folder(SAMPLE_MODEL, tmp_path, tp_size, "fp16"))
-        parts = [reader.read(name, rank) for rank in range(tp_size)]
-        assert torch.equal(torch.cat(parts, 1), whole.read(name))
-        assert torch.equal(reader.read("model.wte"), whole.read("model.wte"))
-        assert reader.config.end_id == 8191

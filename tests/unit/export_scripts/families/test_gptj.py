@@ -46,20 +46,6 @@ def test_rotary_dimensions_that_are_absent_are_the_64_of_transformers(
         converted(source, tmp_path)
 
 
-def test_inner_width_is_the_sources_own(hugging_face: Path, tmp_path: Path) -> None:
-    source = copy_of(
-        hugging_face,
-        tmp_path / "s",
-        config={"n_inner": 40},
-        tensors={
-            **{f"transformer.h.{i}.mlp.fc_in.weight": torch.randn(40, 32) for i in (0, 1)},
-            **{f"transformer.h.{i}.mlp.fc_in.bias": torch.randn(40) for i in (0, 1)},
-            **{f"transformer.h.{i}.mlp.fc_out.weight": torch.randn(32, 40) for i in (0, 1)},
-        },
-    )
-    assert converted(source, tmp_path).config.inter_size == 40
-
-
 def test_another_activation_is_refused(hugging_face: Path, tmp_path: Path) -> None:
     source = copy_of(hugging_face, tmp_path / "s", config={"activation_function": "relu"})
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")

@@ -25,11 +25,6 @@ def problems_of(source: Path, tmp_path: Path, **fields: Any) -> str:
     return "\n".join(check_conversion(request))
 
 
-def test_gpt2_inner_width_is_the_sources_own(golden: Path, tmp_path: Path) -> None:
-    reader = converted(golden / "gpt2/n_inner/source", tmp_path)
-    assert reader.config.inter_size == 88  # the reference writes 4 * 32
-
-
 def test_gpt2_epsilon_is_written(golden: Path, tmp_path: Path) -> None:
     source = copy_of(
         golden / "gpt2/tiny/source", tmp_path / "s", config={"layer_norm_epsilon": 3e-4}
