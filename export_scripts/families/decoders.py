@@ -42,7 +42,6 @@ _FUNCTIONS = {
     "opt": huggingface.opt_sources,
     "stablelm": operations.norms_of_heads("_layernorm.norms.#.weight"),
     "cohere": operations.norms_of_heads("_norm.weight"),
-    "xielu": operations.xielu_sources,
     **hybrid.FUNCTIONS,
     **mixture.FUNCTIONS,
 }
@@ -83,6 +82,7 @@ def _decoder(
     if family not in _FT_FAMILIES and "model.wpe" not in names:
         names = {**usual, **names}
     fields["names"] = _as_tuples(names)
+    fields["tensors"] = _as_tuples(fields.get("tensors", {}))
     words = fields.get("keys", "*llama").split()
     fields["keys"] = " ".join(lists.get(word, word) for word in words).split()
     for name in {"sources", "warnings"} & fields.keys():

@@ -27,11 +27,10 @@ from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.families.mapping.rotary import rotary_fraction, yarn_growth
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.families.mapping.source_mapping import ENTRY, Facts, SourceMapping
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Constant,
     Copy,
-    Flat,
     Nesting,
     Rows,
     Sources,
@@ -156,18 +155,6 @@ MIXTURE = ModelFamily(
     ft_backend=False,
     has_shards=False,
 )
-
-
-def _gpt_oss_sources(*_: Any) -> Sources:
-    """Return the sources of tensors that hold all experts, and of sinks."""
-    names = {"gate_up": "gate_up_proj", "dense_4h_to_h": "down_proj"}
-    ends = {"weight": "", "bias": "_bias"}
-    keys = {f"{LAYER}attention.sinks": f"{LAYER}self_attn.sinks"} | {
-        f"{LAYER}{EXPERT}{ours}.{kind}": f"{LAYER}mlp.experts.{theirs}{end}{ENTRY}{{expert}}"
-        for ours, theirs in names.items()
-        for kind, end in ends.items()
-    }
-    return {name: Copy(key) for name, key in keys.items()}
 
 
 def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
@@ -327,15 +314,7 @@ TRAITS = {
     "softmax_groups": Trait(_softmax_groups, _written_groups),
     "latent": Trait(_latent),
 }
-FUNCTIONS = {
-    "gpt_oss": _gpt_oss_sources,
-    "gpt_oss_gate": lambda _, config: _gate_warnings(config),
-    "ernie": lambda *_: {
-        f"{LAYER}{CORRECTION}.bias": Flat(
-            f"{LAYER}mlp.moe_statics.e_score_correction_bias", outer=(1,)
-        )
-    },
-}
+FUNCTIONS = {"gpt_oss_gate": lambda _, config: _gate_warnings(config)}
 
 # Kinds of softmax with a further score of no position, which the first fixes at 0.
 # megatron/core/transformer/dot_product_attention.py

@@ -19,7 +19,7 @@ from export_scripts.families.mapping.names import named_sources, whole_names
 from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Copy, Flat, HeadScales, Sources
+from export_scripts.families.mapping.sources import HeadScales, Sources
 from foundations.files.json_content import Fields, Table
 
 
@@ -136,11 +136,6 @@ def _written_gpt_neo(config: DenseConfig) -> Fields:
     }
 
 
-def _read_multi_query(settings: Settings, values: Table) -> Fields:
-    is_one = settings.flag("multi_query", default=True)
-    return {"kv_head_num": 1 if is_one else values["head_num"]}
-
-
 def _read_mpt(settings: Settings, _: Table) -> Fields:
     given = settings.value("attn_config", default={})
     if not isinstance(given, Mapping):
@@ -249,15 +244,6 @@ def _growth(settings: Settings, values: Table) -> Fields:
     return _rotary_field(settings, given, name)
 
 
-def xielu_sources(*_: Any) -> Sources:
-    """Return the sources of the parameters of xIELU."""
-    kinds = {"alpha_p": Copy, "alpha_n": Copy, "beta": Flat, "eps": Flat}
-    return {
-        f"{LAYER}mlp.xielu.{name}": kind(f"{LAYER}mlp.act_fn.{name}")
-        for name, kind in kinds.items()
-    }
-
-
 def falcon_sources(_: Facts, config: DenseConfig, __: Sources) -> Sources:
     """Return the sources of a layer's two norms of the same input, which have other names."""
     names = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
@@ -321,9 +307,6 @@ TRAITS = {
     "mpt": Trait(
         _read_mpt,
         lambda config: {"attn_config": {"alibi": True, "softmax_scale": config.attention_scale}},
-    ),
-    "multi_query": Trait(
-        _read_multi_query, lambda config: {"multi_query": config.kv_head_num == 1}
     ),
     "olmo3": Trait(written=_written_olmo3),
     "padding": Trait(written=_padding),

@@ -103,9 +103,6 @@ class DecoderArchitecture(_Layers):
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
     activation: Activation = "gelu"
     gated: bool = False  # act(x W1) * (x W3) before W2
-    expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP, no router
-    experts_per_token: int = 0
-    normalized_routing: bool = True  # the weights of a token's experts sum to 1
     has_pre_decoder_layernorm: bool = False
     has_post_decoder_layernorm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value

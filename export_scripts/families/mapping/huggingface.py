@@ -4,14 +4,14 @@ Both are read in both directions.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.decoder import HEAD
+from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.known_settings import huggingface_obstacles, huggingface_table
 from export_scripts.families.mapping.names import Names, named_sources, whole_names
@@ -22,7 +22,7 @@ from export_scripts.families.mapping.settings import (
     model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Sources
+from export_scripts.families.mapping.sources import Copy, Flat, Sources
 from foundations.files.json_content import Fields, Table
 
 
@@ -145,6 +145,8 @@ class HuggingFaceDecoder:
     fixed: Table = field(default_factory=dict)
     layer: str  # the source's prefix of a layer
     names: Names  # module of the layout -> module of the source, for `whole_names`
+    # Tensor of a layer -> key in the source's layer; with sizes of further axes, none for a number.
+    tensors: Mapping[str, str | tuple[Any, ...]] = field(default_factory=dict)
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
     # Sources of tensors that `names` does not describe; they take precedence.
@@ -236,6 +238,12 @@ class HuggingFaceDecoder:
         layout = self.family.layout
         names = whole_names(self.layer, self.names)
         table = named_sources(names, layout, rows=self.rows, in_out=self.in_out)
+        for name, key in self.tensors.items():
+            table[LAYER + name] = (
+                Copy(self.layer + key)
+                if isinstance(key, str)
+                else Flat(self.layer + key[0], outer=key[1:] or None)
+            )
         if self.stores_head:
             table[HEAD] = Copy(self.stored_head(facts), cut=0)
         return {**table, **self.sources(facts, config, table)}
