@@ -60,7 +60,7 @@ def _describe_folder(path: Path, *, tensors: bool) -> Fields:
     family, config = read_config(path)
     files = expected_files(family, config)
     problems = validate_directory(path, checksums=False)
-    facts: Fields = {
+    facts = {
         "kind": "FasterTransformer folder",
         "path": str(path),
         "family": family.name,

@@ -122,8 +122,8 @@ def _gunzip(path: Path, target: Path) -> None:
 
 def _tar_members(tar: Path, shown: Path) -> Files:
     size = tar.stat().st_size
-    members: Files = {}
-    problems: list[str] = []
+    members = {}
+    problems = []
     try:
         with tarfile.open(tar, "r:") as archive:
             for info in archive:

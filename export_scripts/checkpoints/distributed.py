@@ -183,7 +183,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     Experts are named as on a single rank, `mlp.experts.local_experts.<number>`.
     """
     tensors: dict[str, ChunkedTensor] = {}
-    twice: list[str] = []
+    twice = []
     for name, tensor in found.items():
         named = {
             _EXPERT.sub(r"\1.local_experts.", expert): values

@@ -312,7 +312,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
             f"{reader.path}: {stated} with rotary positions: expected checkpoint_version 2 or 3, "
             "in which the rows of queries, keys and values are grouped by heads"
         )
-    named: Tensors = {}
+    named = {}
     for name, pieces in tensors.items():
         if _SECOND_HALF in name:
             continue

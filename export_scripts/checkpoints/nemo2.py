@@ -150,7 +150,7 @@ def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 def _step(path: Path) -> int:
     """Return the number of steps that a run's saved state has."""
-    state: Any = read_torch_file(path)
+    state = read_torch_file(path)
     step = state.get("step") if isinstance(state, Mapping) else None
     if not isinstance(step, StoredTensor) or step.dtype not in ("int32", "int64") or step.shape:
         raise CheckpointMismatchError(f"{path} does not say how many steps the run has made")

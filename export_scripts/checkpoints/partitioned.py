@@ -197,8 +197,8 @@ def join_ranks(
     tp_size, pp_size = (1 + max(ranks) for ranks in zip(*states, strict=True))
     layer_offset = layer_offset or _layers_before(states)
     maps = FileMaps()
-    joined: dict[str, tuple[StoredTensor, ...]] = {}
-    problems: list[str] = []
+    joined = {}
+    problems = []
     for pp_rank in range(pp_size):
         stage = [states[tp, pp_rank] for tp in range(tp_size)]
         names = set(stage[0]).union(*stage)
@@ -229,8 +229,8 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
     """
     inner = tree.get("state_dict") if isinstance(tree, Mapping) else None
     tree = inner if isinstance(inner, Mapping) else tree
-    flat: dict[str, StoredTensor] = {}
-    stack: list[tuple[str, Any, int]] = [("", tree, 0)]
+    flat = {}
+    stack = [("", tree, 0)]
     while stack:
         prefix, node, depth = stack.pop()
         if isinstance(node, StoredTensor):

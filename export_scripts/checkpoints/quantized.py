@@ -206,7 +206,7 @@ def _expert_matrices(form: _Form, parts: Parts) -> Pieces:
     counts = {part.shape[0] if part.shape else 0 for part in parts.values()}
     if len(counts) > 1 or 0 in counts:
         raise ValueError(f" has parts of {' and '.join(map(str, sorted(counts)))} experts")
-    chunks: dict[Shape, Piece] = {}
+    chunks = {}
     for number in range(*counts):
         own = {end: part.select(number) for end, part in parts.items()}
         shape, widen = form.fit(own)

@@ -69,7 +69,7 @@ def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
         CheckpointMismatchError: Files are missing or damaged, or do not make up whole tensors.
     """
     parts: dict[str, list[_Part]] = {}
-    problems: list[str] = []
+    problems = []
     for file in _files(folder):
         for name, value in read_torch_table(file, "a rank's model").items():
             held = _parts(value)
@@ -429,7 +429,7 @@ def _universal(file: Path, shapes: Mapping[str, Shape]) -> Piece:
 
 def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
     """Return name -> shape of parameters, in the order of the shares in a rank's flat groups."""
-    found: dict[str, Shape] = {}
+    found = {}
     for table in tables if isinstance(tables, list) else (None,):
         for name, shape in table.items() if isinstance(table, Mapping) else (("", None),):
             if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
@@ -445,7 +445,7 @@ def _partitioned(
 ) -> dict[str, Piece]:
     """Return the parameters of stage 3; each of `count` ranks has an equal share of each."""
     files = next(iter(_zero_files(folder, _ZERO_OPTIMIZER)[tp_rank:]), [])
-    ranks: list[Sequence[Any]] = []
+    ranks = []
     problems = []
     for file in files:
         whole = read_torch_table(file, "a DeepSpeed checkpoint")

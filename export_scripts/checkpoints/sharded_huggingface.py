@@ -315,7 +315,7 @@ def _heads(reader: CheckpointReader, projection: str) -> Any:
 
 def _contradictions(reader: CheckpointReader, trainer: Table) -> list[str]:
     """Return a problem for each of the trainer's own settings that config.json contradicts."""
-    problems: list[str] = []
+    problems = []
     folder = reader.path.parent if reader.path.is_file() else reader.path
     ours = dotted(reader.config)
     for name, settings in trainer.get("settings", {}).items():

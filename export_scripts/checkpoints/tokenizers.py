@@ -118,7 +118,7 @@ def _ids_of_tokenizer(files: Files) -> SpecialIds:
 def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
     """Return the IDs of the tokens that a Hugging Face tokenizer's settings name."""
     added = json_file(tokenizer).get("added_tokens")
-    ids: dict[str, int] = {
+    ids = {
         item["content"]: item["id"]
         for item in (added if isinstance(added, list) else [])
         if isinstance(item, dict)

@@ -161,7 +161,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
     def _build(self) -> None:
         """Set the state of an inert record; a change of another object is refused."""
-        stack: list[Any] = self.stack  # type: ignore[attr-defined, unused-ignore]
+        stack = self.stack  # type: ignore[attr-defined, unused-ignore]
         state = stack.pop()
         target = stack[-1]
         if isinstance(target, Inert):

@@ -129,8 +129,8 @@ def in_fp8(source: ConversionPlan, folder: ConversionPlan) -> ConversionPlan:
     # Servers join matrices of the same inputs: all of them must be in FP8, or none.
     unit = _UNITS[form]
     odd = {_join_key(t) for t in written if _is_layer_matrix(t) and any(n % unit for n in t.shape)}
-    new: dict[str, tuple[Piece, ...]] = {}
-    tensors: list[WrittenTensor] = []
+    new = {}
+    tensors = []
     wide = [] if any(tensor.key.startswith("lm_head.") for tensor in written) else ["lm_head"]
     for tensor in written:
         if _is_layer_matrix(tensor) and _join_key(tensor) not in odd:

@@ -129,7 +129,7 @@ def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
         return dataclasses.replace(stored, **requested)
 
     def weights(facts: Facts, _: FTConfig) -> Sources:
-        table: Sources = {spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout}
+        table = {spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout}
         return {**table, **family.rank_dependent(stored, facts.keys())}
 
     return SourceMapping(

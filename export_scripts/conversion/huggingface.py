@@ -121,7 +121,7 @@ def choose_candidate(
         CheckpointMismatchError: None fits; the reasons against the nearest are listed.
     """
     refuse(_tuning_reasons(source, target))
-    tried: list[tuple[bool, str, list[str]]] = []
+    tried = []
     is_tied = has_tied_head(source)
     for mapping, config, is_own in candidates(source, is_tied):
         tensors, reasons, is_read = _try(source, mapping, config, is_tied, is_own=is_own)
@@ -279,7 +279,7 @@ def written_views(
     own = source.facts if mapping is source.mapping and mapping.carried else None
     written: dict[str, dict[tuple[int, int], tuple[TensorPlan, View]]] = {}
     unplaced: dict[str, None] = {}
-    entries: dict[str, int] = {}
+    entries = {}
     reasons = []
     for (spec, index, tensor), item in zip(
         mapping.family.expand(source.config), source.tensors, strict=True

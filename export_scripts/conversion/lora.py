@@ -138,7 +138,7 @@ class Update:
 
         from export_scripts.numeric.arrays import to_float32
 
-        whole: Array = np.concatenate(
+        whole = np.concatenate(
             [to_float32(piece.load(maps)) for piece in self.down], self.down_axis
         )
         return whole
@@ -152,7 +152,7 @@ class Update:
         halves = 1 if self.part else halves
         parts = [to_float32(piece.load(maps)) for piece in self.up]
         split = [part.reshape(halves, -1, part.shape[1]) for part in parts]
-        whole: Array = np.concatenate(split, 1).reshape(-1, self.rank)
+        whole = np.concatenate(split, 1).reshape(-1, self.rank)
         return whole
 
 
@@ -207,14 +207,14 @@ class Sum:
             is_in = (first <= inner) & (inner < end)
             rows = np.where(is_in, group * (end - first) + inner - first, -1).astype(np.int32)
         halves = rows.reshape(self.halves, -1)
-        found: Array = (halves if self.axis else halves[:, self.share]).ravel()
+        found = (halves if self.axis else halves[:, self.share]).ravel()
         return found
 
     def columns(self) -> Array:
         """Return for each column of the piece the column of the first factor."""
         import numpy as np
 
-        columns: Array = np.arange(self.size[1], dtype=np.int32)
+        columns = np.arange(self.size[1], dtype=np.int32)
         return columns[self.share] if self.axis else columns
 
     def __call__(self, maps: FileMaps) -> Array:
@@ -264,8 +264,8 @@ def with_adapters(
     if not paths:
         return reader
     tensors = dict(reader.tensors)
-    problems: list[str] = []
-    adapters: list[_Adapter] = []
+    problems = []
+    adapters = []
     for path in paths:
         try:
             adapter = _open_adapter(path, reader, scratch_dir, is_allowed)
@@ -287,9 +287,9 @@ def with_adapters(
 
 def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> list[str]:
     """Apply an adapter's changes to a model's tensors; return the problems."""
-    problems: list[str] = []
-    unknown: list[str] = []
-    done: set[tuple[str, type, RowBlocks | None]] = set()
+    problems = []
+    unknown = []
+    done = set()
     for names, change in adapter.changes:
         part = change.part if isinstance(change, Update) else None
         key = _matching_key(tensors, names)
@@ -460,7 +460,7 @@ def _open_adapter(
     if not found and not problems:
         problems.append(f"{path} has no factors of LoRA; expected an adapter")
     refuse(listed(problems))
-    changes: list[_Change] = []
+    changes = []
     for (names, axis, part), sides in found.items():
         down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0

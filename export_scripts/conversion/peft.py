@@ -106,8 +106,8 @@ def plan_peft(source: ConversionPlan) -> ConversionPlan:
     folder = plan_huggingface(source)
     written = [tensor for (file,) in folder.files for tensor in file.tensors]
     follow = _Follower(source)
-    problems: list[str] = []
-    modules: list[_Module] = []
+    problems = []
+    modules = []
     for tensor in written:
         found = follow(tensor)
         if isinstance(found, str):
@@ -195,7 +195,7 @@ class _Follower:
             return "an update of the embedding, which is not supported"
         if len(tensor.shape) != 2 or not tensor.key.endswith(_WEIGHT):
             return f"an update of {list(tensor.shape)}; expected an update of a matrix"
-        shares: list[_Share] = []
+        shares = []
         orders = set()
         for total in sums.values():
             found = self._found(tensor, total.update)
@@ -263,7 +263,7 @@ class _Follower:
                 part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors
             ]
             found.append(np.concatenate(numbers, parts.axis).reshape(view.shape))
-        whole: Array = np.concatenate(found)
+        whole = np.concatenate(found)
         return whole
 
 

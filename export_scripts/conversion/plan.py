@@ -414,7 +414,7 @@ def _stated_values(config: type[FTConfig], request: ConversionRequest) -> tuple[
     names = request.names
     hints = get_type_hints(config)
     fields = {field.name for field in ini_fields(config)}
-    values: Fields = {}
+    values = {}
     problems = []
     for key, text in request.given:
         if key in _REQUESTED:

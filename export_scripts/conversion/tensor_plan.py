@@ -116,11 +116,11 @@ def plan_tensors(
 ) -> tuple[tuple[TensorPlan, ...], list[str]]:
     """Return each tensor's source, and a problem for each missing, mis-shaped or unknown one."""
     table = mapping.sources(facts, config)
-    plans: list[TensorPlan] = []
+    plans = []
     used = {facts.resolve(key) for key in mapping.copies(facts, config)}
-    missing: list[str] = []
-    shapes: list[str] = []
-    stated: list[str] = []
+    missing = []
+    shapes = []
+    stated = []
     entries: dict[str, set[str]] = {}
     for spec, index, tensor in mapping.family.expand(config):
         source = table.get(tensor.name) or table.get(spec.name)
@@ -247,7 +247,7 @@ def whole_window(shape: Sequence[int]) -> Window:
 
 def _group_axes(fine: Shape, coarse: Shape) -> list[range] | None:
     """Return for each coarse axis the consecutive fine axes that make it up; None if none do."""
-    groups: list[range] = []
+    groups = []
     axis = 0
     for size in coarse:
         end = axis + 1

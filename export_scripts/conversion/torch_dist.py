@@ -115,8 +115,8 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     # and not in a file.
     objects = [b"".join(Archive([content]).parts()) for content in (None, common)]
     header = b"".join(objects)
-    files: list[WrittenFile] = []
-    entries: dict[tuple[str, Shape], tuple[str, int, int]] = {}
+    files = []
+    entries = {}
     for number, group in enumerate(grouped(tensors, kind, request.max_shard_bytes)):
         file, at, written = f"__0_{number}.distcp", len(header), []
         for tensor in group:
@@ -210,7 +210,7 @@ def _hybrid_name(key: str) -> str:
 
 
 def _place(name: str, args: Table, *, is_stacked: bool) -> _Place:
-    axes: list[tuple[int, int]] = []
+    axes = []
     match = _LAYER.match(name)
     if is_stacked and match:
         name = f"decoder.layers.{match[2]}"

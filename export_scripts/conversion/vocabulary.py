@@ -73,7 +73,7 @@ def _rows(pieces: Pieces) -> int:
 
 def _first(pieces: Pieces, size: int) -> Pieces:
     """Return as many pieces, with the first `size` rows of all."""
-    kept: list[Piece] = []
+    kept = []
     for piece in pieces:
         rows = min(piece.shape[0], size)
         size -= rows

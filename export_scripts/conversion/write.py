@@ -195,7 +195,7 @@ class _Group:
             CheckpointMismatchError: After the last piece, if a source is damaged or values are not
                 finite, so that no later run takes the file for a complete one.
         """
-        problems: list[str] = []
+        problems = []
         if file.header:
             yield file.header
         for tensor in file.tensors:

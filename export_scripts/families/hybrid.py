@@ -206,7 +206,7 @@ def _part(key: str, parts: Sequence[str], place: int) -> Rows:
 def _pattern(settings: Settings) -> str:
     """Return the letters of the layers, from a pattern or a list of names."""
     listed = settings.source.get("layers_block_type") or settings.source.get("layer_types")
-    stated: Any = settings.value("hybrid_override_pattern", default="ME*-")
+    stated = settings.value("hybrid_override_pattern", default="ME*-")
     if isinstance(listed, list):
         stated = "".join(_KINDS.get(str(kind), "?") for kind in listed)
     if isinstance(stated, str) and stated and not set(stated) - set(_KINDS.values()):

@@ -171,7 +171,7 @@ def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
 
 def _qwen_layers(settings: Settings, values: Fields) -> Fields:
     """Return the layers without experts: those listed, and all but every n-th."""
-    listed: Any = settings.source.get("mlp_only_layers") or []
+    listed = settings.source.get("mlp_only_layers") or []
     every = settings.integer("decoder_sparse_step", default=1)
     numbers = range(values["num_layer"])
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
@@ -367,7 +367,7 @@ def core_experts(traits: MegatronTraits) -> Fields:
     if scores not in ("softmax", "sigmoid"):
         settings.note(f"moe_router_score_function = {scores!r:.100}: known: softmax, sigmoid")
     is_softmax = scores == "softmax"
-    groups: Fields = {}
+    groups = {}
     if source.get("moe_router_group_topk"):
         best = settings.integer("moe_router_group_topk")
         number = settings.integer("moe_router_num_groups")
@@ -406,7 +406,7 @@ def _core_latent(traits: MegatronTraits) -> Fields:
         core.optional_number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim")
     )
     # Overrides what settings of plain attention may have set.
-    scaling: Fields = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
+    scaling = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
     if kind == "yarn":
         original = "original_max_position_embeddings"
         if source.get(original) is None:  # before megatron-core 0.13

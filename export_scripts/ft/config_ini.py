@@ -39,8 +39,8 @@ def parse_ini(text: str) -> Sections:
         ValueError: A line is neither section, pair, comment nor continuation.
     """
     sections: Sections = {}
-    section: dict[str, str] = {}
-    last_key: str | None = None
+    section = {}
+    last_key = None
     for number, line in enumerate(_physical_lines(text), start=1):
         bare = line.strip()
         if not bare or bare[0] in ";#":
@@ -75,8 +75,8 @@ def config_text(config: FTConfig) -> str:
     Raises:
         ValueError: The loader, or a configparser, would read a value back differently.
     """
-    problems: list[str] = []
-    lines: list[str] = []
+    problems = []
+    lines = []
     for name, keys in config.sections().items():
         lines.append(f"[{name}]")
         for key, value in keys.items():

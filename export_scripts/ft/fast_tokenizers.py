@@ -127,7 +127,7 @@ def _normalizer(model: Any) -> Any:
         if model.trainer_spec.treat_whitespace_as_suffix
         else normalizers.Prepend(blank)
     )
-    steps: list[Any] = []
+    steps = []
     if spec.add_dummy_prefix and not spec.remove_extra_whitespaces:
         steps.append(add)
     if spec.precompiled_charsmap:

@@ -186,7 +186,7 @@ class FTWriter:
 
     def _queue(self) -> WriteBehind:
         """Return the calling thread's queue."""
-        queue: WriteBehind | None = getattr(self._own, "queue", None)
+        queue = getattr(self._own, "queue", None)
         if queue is None:
             queue = self._own.queue = WriteBehind()
             with self._lock:

@@ -67,7 +67,7 @@ class TritonModelConfig:
 
     def _message(self) -> Fields:
         inputs = self.signature.inputs
-        message: Fields = {
+        message = {
             "name": self.name,
             "max_batch_size": self.max_batch_size,
             "default_model_filename": self.default_model_filename,
@@ -179,7 +179,7 @@ def _sizes(path: Path) -> ModelSizes | None:
     try:
         config = parse_config(path.read_text(encoding="utf-8"))
         given = config.parameters
-        sizes: Fields = {
+        sizes = {
             FIELDS.get(key, key): PARAMETERS[key].kind.read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
             if key in given

@@ -193,7 +193,7 @@ class _Store:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._location.bucket, Prefix=base
         )
-        entries: Iterator[Any] = (entry for page in pages for entry in page.get("Contents", ()))
+        entries = (entry for page in pages for entry in page.get("Contents", ()))
         return {entry["Key"].removeprefix(base): int(entry["Size"]) for entry in entries}
 
     def holds(self, name: str, path: Path, stored: dict[str, int]) -> bool:

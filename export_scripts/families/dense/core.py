@@ -66,7 +66,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     """Return every reason why the layout, or that of mixtures, cannot hold a model."""
     traits = core_traits(facts)
     norm = traits.normalization.removesuffix("1p")
-    known: dict[str, tuple[str, Collection[str]]] = {
+    known = {
         "activation": (traits.activation, (*GATED, "quick_gelu") if is_mixture else GATED),
         "normalization": (norm, ("rmsnorm",) if is_mixture else ("rmsnorm", "layernorm")),
     }

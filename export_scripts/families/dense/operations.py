@@ -56,7 +56,7 @@ def _rotating(settings: Settings, values: Table) -> list[bool]:
 
 def window_rule(name: str, nth: int = 1) -> Slides:
     """Return the rule of a name, which decides whether each layer has the window."""
-    rules: dict[str, Slides] = {
+    rules = {
         "everywhere": lambda _, values: [True] * values["num_layer"],
         "all_but_every": lambda _, values: _all_but_every(nth, values["num_layer"]),
         "by_pattern": lambda settings, values: _all_but_every(

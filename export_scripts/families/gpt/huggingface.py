@@ -153,7 +153,7 @@ def _neutral(facts: Facts) -> Sources:
 
 def opt_sources(facts: Facts, config: GPTConfig, table: Sources) -> Sources:
     """Return the sources that names do not describe; opt-350m has narrow tables and projections."""
-    found: Sources = {
+    found = {
         **_neutral(facts),
         "model.wpe": Copy("model.decoder.embed_positions.weight", skip=_POSITION_OFFSET),
     }

@@ -173,8 +173,8 @@ class FTConfig:
             ValueError: Keys are missing or have the wrong type, or values contradict each other;
                 all are listed.
         """
-        values: Fields = {}
-        problems: list[str] = []
+        values = {}
+        problems = []
         hints = get_type_hints(cls)
         for field in ini_fields(cls):
             section = cls.PLACES.get(field.name, (cls.SECTION,))[0]

@@ -86,7 +86,7 @@ class WeightSpec:
             return
         names = _PLACEHOLDER.findall(self.name)
         for values in itertools.product(*(config.index_values(name) for name in names)):
-            index: Index = dict(zip(names, values, strict=True))
+            index = dict(zip(names, values, strict=True))
             if not all(each is True or each[index["layer"]] for each in held):
                 continue
             shape = tuple(config.dim(size, index) for size in self.shape)

@@ -74,7 +74,7 @@ class HuggingFaceSettings:
 
     def read(self, settings: Settings) -> Fields:
         """Return the fields of a configuration; problems are noted in `settings`."""
-        values: Fields = {}
+        values = {}
         for each, names, default in self:
             kind = "integer" if each.kind in ("size", "count") else each.kind
             if each.kind == "size" and names[0] not in self.may_lack:
@@ -92,7 +92,7 @@ class HuggingFaceSettings:
 
     def written(self, config: Any) -> Fields:
         """Return the settings that `read` turns into the config's values."""
-        out: Fields = {}
+        out = {}
         for each, names, default in self:
             value = getattr(config, each.fields.split()[-1])
             if each.kind.endswith("activation"):

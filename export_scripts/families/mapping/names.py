@@ -46,7 +46,7 @@ def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:
     Modules of the layout that do not begin with "model." are in a layer: `ours` is its prefix in
     the layout, `layer` in the source.
     """
-    outside: Fields = {name: theirs for name, theirs in names.items() if name.startswith("model.")}
+    outside = {name: theirs for name, theirs in names.items() if name.startswith("model.")}
     return outside | {
         ours + name: layer + theirs
         if isinstance(theirs, str)

@@ -49,7 +49,7 @@ def added_tensors(
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a task cannot be a file name.
     """
-    tensors: Tensors = {}
+    tensors = {}
     for number, archive in enumerate(prompts):
         for key in archive.tensors:
             match = _TABLE.search(key)
@@ -78,8 +78,8 @@ def prompt_fields(facts: Facts, *, start_id: int) -> Fields:
     Raises:
         CheckpointMismatchError: An archive's templates and tables disagree.
     """
-    tasks: list[PromptTask] = []
-    problems: list[str] = []
+    tasks = []
+    problems = []
     for archive in facts.prompts:
         templates = archive.config.get("task_templates")
         if not isinstance(templates, list) or not all(isinstance(t, Mapping) for t in templates):

@@ -111,7 +111,7 @@ class Copy(TensorSource):
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the pieces, without rows that FT does not have."""
-        pieces: Sequence[Tensor] = _without_replicas(get(self.key, self.cut), self.cut)
+        pieces = _without_replicas(get(self.key, self.cut), self.cut)
         if self.skip:
             pieces = [piece[self.skip :] for piece in pieces]
         if self.blocks > 1:

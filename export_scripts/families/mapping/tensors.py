@@ -71,7 +71,7 @@ class ShapeTensor:
 
     def __getitem__(self, index: Any) -> ShapeTensor:
         items = index if isinstance(index, tuple) else (index,)
-        shape: list[int] = []
+        shape = []
         axis = 0
         for item in items:
             if item is None:

@@ -225,7 +225,7 @@ def _reasons(facts: Facts) -> list[str]:
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
     traits = _Traits(facts.config)
-    adapter: Fields = {}
+    adapter = {}
     if facts.adapters:
         width = int(tuning_kind(facts.adapters[0])["adapter_dim"])
         adapter = {"has_adapter": True, "adapter_inter_size": width, "adapter_norm_position": "pre"}
@@ -291,7 +291,7 @@ def _stacks(order: str) -> Sources:
 
 def _weights(facts: Facts, _: T5Config) -> Sources:
     traits = _Traits(facts.config)
-    table: Sources = {
+    table = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         # Rows are grouped by part in a legacy model, else by head.
