@@ -18,7 +18,7 @@ from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import bare_name
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from foundations.errors import CheckpointMismatchError, listed, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, nested
 
 METADATA_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
@@ -130,8 +130,7 @@ def has_sizes(common: Table) -> bool:
 
     Trainers that build the model from a config.json save none, or arguments of another kind.
     """
-    args = common.get(_ARGUMENTS)
-    return isinstance(args, Mapping) and "num_layers" in args
+    return nested(common, _ARGUMENTS, "num_layers") is not None
 
 
 def _common(container: Container, index: ShardedIndex | None = None) -> Table:

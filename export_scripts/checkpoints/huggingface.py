@@ -33,7 +33,7 @@ from foundations.errors import (
     listed,
     refuse,
 )
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 from foundations.files.yaml_content import read_table
 
 _MAX_NAME = 100  # characters of a file name in messages
@@ -308,7 +308,7 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
         return _with_aliases(*read_safetensors(path))
     tree = read_torch_file(path)
     for name in _MODEL_KEYS:
-        inner = tree.get(name) if isinstance(tree, Mapping) else None
+        inner = nested(tree, name)
         tree = inner if isinstance(inner, Mapping) else tree
     if not isinstance(tree, Mapping) or "_modules" in tree:
         raise CheckpointMismatchError(

@@ -27,7 +27,7 @@ from export_scripts.checkpoints.partitioned import (
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
 from foundations.errors import CheckpointMismatchError, refuse
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
@@ -127,8 +127,7 @@ def _is_distributed_nemo(path: Path) -> bool:
     common = path / "common.pt"
     if not is_distributed(path) or not common.is_file():
         return False
-    tree = read_torch_file(common)
-    return isinstance(tree, Mapping) and "hyper_parameters" in tree
+    return nested(read_torch_file(common), "hyper_parameters") is not None
 
 
 def _last_folders(path: Path) -> list[Path]:
@@ -163,8 +162,7 @@ def _read_config(container: Container) -> Fields | None:
 
 
 def _config_of_checkpoint(tree: _Tree, path: Path) -> Fields:
-    parameters = tree.get("hyper_parameters")
-    config = parameters.get("cfg") if isinstance(parameters, Mapping) else None
+    config = nested(tree, "hyper_parameters", "cfg")
     if not isinstance(config, dict):
         raise CheckpointMismatchError(
             f"{path} has neither {CONFIG_NAME} nor hyper_parameters.cfg in its checkpoints; for "
@@ -265,10 +263,8 @@ def _layer_offset(config: Table, path: Path) -> LayerOffset:
     pp_size = count_of(config, "pipeline_model_parallel_size", default=1, where=path)
 
     def depth(side: str) -> int:
-        inner = config.get(side)
-        if isinstance(inner, Mapping) and inner.get("num_layers") is not None:
-            return count_of(inner, "num_layers", default=0, where=path)
-        return count_of(config, "num_layers", default=0, where=path)
+        own = nested(config, side, "num_layers") is not None
+        return count_of(config[side] if own else config, "num_layers", default=0, where=path)
 
     def offset(key: str, pp_rank: int) -> int:
         if "enc_dec_model" not in key:

@@ -19,7 +19,7 @@ from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import huggingface_files
 from foundations.errors import CheckpointMismatchError
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, nested
 
 # Files of NeMo 2.
 WEIGHTS = "weights/"
@@ -82,7 +82,7 @@ def _huggingface_files(container: Container, *folders: str) -> Files:
 
 def _tokenizer_files(container: Container, settings: Any) -> Files:
     found = _huggingface_files(container, *_TOKENIZER_FOLDERS)
-    path = settings.get("model_path") if isinstance(settings, Mapping) else None
+    path = nested(settings, "model_path")
     region = container.members.get(CONTEXT + PurePosixPath(str(path)).name) if path else None
     return found | ({"tokenizer.model": region} if region else {})
 
@@ -150,8 +150,7 @@ def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
 
 def _step(path: Path) -> int:
     """Return the number of steps that a run's saved state has."""
-    state = read_torch_file(path)
-    step = state.get("step") if isinstance(state, Mapping) else None
+    step = nested(read_torch_file(path), "step")
     if not isinstance(step, StoredTensor) or step.dtype not in ("int32", "int64") or step.shape:
         raise CheckpointMismatchError(f"{path} does not say how many steps the run has made")
     with step.path.open("rb") as file:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
 from foundations.errors import CheckpointMismatchError, first_names, refuse
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
@@ -227,7 +227,7 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
 
     Other values are left out, and everything outside of a `state_dict` if there is one.
     """
-    inner = tree.get("state_dict") if isinstance(tree, Mapping) else None
+    inner = nested(tree, "state_dict")
     tree = inner if isinstance(inner, Mapping) else tree
     flat = {}
     stack = [("", tree, 0)]

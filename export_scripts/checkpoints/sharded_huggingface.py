@@ -56,7 +56,7 @@ from export_scripts.checkpoints.rank_files import (
 )
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Fields, Table, dotted
+from foundations.files.json_content import Fields, Table, dotted, nested
 from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
@@ -209,8 +209,7 @@ def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
         found, facts = read_safetensors(file)
         begins = json_table(facts.get(_OFFSETS_KEY, "{}"), f"{file}: {_OFFSETS_KEY}")
         for name, tensor in found.items():
-            stated = begins.get(name)
-            begin = stated.get("saved_offsets") if isinstance(stated, dict) else None
+            begin = nested(begins, name, "saved_offsets")
             others = chunks.setdefault(name, {})
             if not isinstance(begin, list) or [*map(type, begin)] != [int] * len(tensor.shape):
                 problems.append(f"{file}: {_OFFSETS_KEY} does not say where {name} begins")

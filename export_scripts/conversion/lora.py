@@ -138,10 +138,7 @@ class Update:
 
         from export_scripts.numeric.arrays import to_float32
 
-        whole = np.concatenate(
-            [to_float32(piece.load(maps)) for piece in self.down], self.down_axis
-        )
-        return whole
+        return np.concatenate([to_float32(piece.load(maps)) for piece in self.down], self.down_axis)
 
     def second_factor(self, maps: FileMaps, halves: int) -> Array:
         """Return the whole second factor (out, r) in fp32, with each of `halves` contiguous."""
@@ -152,8 +149,7 @@ class Update:
         halves = 1 if self.part else halves
         parts = [to_float32(piece.load(maps)) for piece in self.up]
         split = [part.reshape(halves, -1, part.shape[1]) for part in parts]
-        whole = np.concatenate(split, 1).reshape(-1, self.rank)
-        return whole
+        return np.concatenate(split, 1).reshape(-1, self.rank)
 
 
 # (names that a tensor may have in its model, its update or its new value)
@@ -207,8 +203,7 @@ class Sum:
             is_in = (first <= inner) & (inner < end)
             rows = np.where(is_in, group * (end - first) + inner - first, -1).astype(np.int32)
         halves = rows.reshape(self.halves, -1)
-        found = (halves if self.axis else halves[:, self.share]).ravel()
-        return found
+        return (halves if self.axis else halves[:, self.share]).ravel()
 
     def columns(self) -> Array:
         """Return for each column of the piece the column of the first factor."""

@@ -263,8 +263,7 @@ class _Follower:
                 part if hasattr(part, "dtype") else _no_update(part) for part in parts.tensors
             ]
             found.append(np.concatenate(numbers, parts.axis).reshape(view.shape))
-        whole = np.concatenate(found)
-        return whole
+        return np.concatenate(found)
 
 
 def _sums(piece: Piece, update: Update | None = None) -> Iterator[Sum]:

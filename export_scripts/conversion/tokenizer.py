@@ -22,7 +22,7 @@ from export_scripts.sentencepiece_model import (
     read_sentencepiece,
 )
 from foundations.errors import CheckpointMismatchError, first_names, refuse
-from foundations.files.json_content import Fields, Table, json_bytes
+from foundations.files.json_content import Fields, Table, json_bytes, nested
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -166,8 +166,7 @@ def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:
     Raises:
         ValueError: IDs of the vocabulary exceed the rows, or are not numbers.
     """
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    vocabulary = nested(tokenizer, "model", "vocab")
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         raise ValueError(f"{_WHOLE} holds no vocabulary")
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [len(vocabulary) - 1]

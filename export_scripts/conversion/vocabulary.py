@@ -19,6 +19,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError
+from foundations.files.json_content import nested
 
 OF_TOKENIZER = "tokenizer"
 # Suffixes of tensors with a row for each token; transformers' embeddings and heads come first.
@@ -92,8 +93,7 @@ def _ids(files: Files) -> int | None:
     """Return a tokenizer's number of IDs; `files` are by their names in the FT folder."""
     if "tokenizer.json" in files:
         table = json_file(files["tokenizer.json"])
-        model = table.get("model")
-        words = model.get("vocab") if isinstance(model, Mapping) else None
+        words = nested(table, "model", "vocab")
         ids = [*words.values()] if isinstance(words, Mapping) else [len(words or ()) - 1]
         ids += [token.get("id") for token in table.get("added_tokens") or ()]
     elif "tokenizer.model" in files:

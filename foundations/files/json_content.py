@@ -53,6 +53,13 @@ def json_bytes(table: Table) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def nested(value: Any, *keys: Any) -> Any:
+    """Return the value at the keys of nested tables; None if one is missing or not a table."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def dotted(table: Table, prefix: str = "") -> Fields:
     """Return the values of nested tables by their dotted names."""
     out: Fields = {}

@@ -5,7 +5,7 @@ NeMo and Megatron-LM save the same tensors, with different configurations.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 

@@ -20,7 +20,7 @@ from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import HeadScales, Sources
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 
 
 def window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
@@ -198,9 +198,7 @@ def norms_of_heads(pattern: str) -> SourcesOf:
 
 def _read_cohere(settings: Settings, _: Table) -> Fields:
     source = settings.source
-    inside = source.get("rope_scaling") or source.get("rope_parameters")
-    stated = inside.get("rope_theta") if isinstance(inside, Mapping) else None
-    if source.get("rope_theta", stated) is None:
+    if source.get("rope_theta", nested(rotary_parameters(source), "rope_theta")) is None:
         settings.note("no rope_theta: transformers 4 uses 10000 and 5 uses 500000; state it")
     return {}
 

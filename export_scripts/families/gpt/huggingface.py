@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import LAYOUT, GPTConfig
@@ -14,7 +13,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import Compute, Constant, Copy, Sources
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 from foundations.errors import CheckpointMismatchError, refuse
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 
 # Static int8 weights (int8_mode 2) from measured ranges of activations, a table {module: {"input":
 # max |x|, "output": max |y|}}. Formulas: FasterTransformer, examples/pytorch/gpt/utils/
@@ -36,8 +35,7 @@ def _check_ranges(ranges: Table, num_layer: int) -> None:
     problems = []
     for layer, module, side in itertools.product(range(num_layer), modules, ("input", "output")):
         key = _OPT_LAYER.format(layer=layer) + module
-        entry = ranges.get(key)
-        value = entry.get(side) if isinstance(entry, Mapping) else None
+        value = nested(ranges, key, side)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             problems.append(f"activation ranges: {key} has {side} = {value!r}")
     refuse(problems)

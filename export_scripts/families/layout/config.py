@@ -9,7 +9,6 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from export_scripts.families.layout.architecture import Architecture
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from foundations.files.json_content import Fields
 
 Sections = dict[str, dict[str, str]]
 Index = Mapping[str, int | str]

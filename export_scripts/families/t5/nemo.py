@@ -52,7 +52,7 @@ from export_scripts.families.t5.tuning import (
     tuning_kind,
     tuning_reasons,
 )
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, nested
 
 # NeMo's activation -> the loader's spelling. The fast- variants fuse both halves of a gate into one
 # matrix with the name of the plain one.
@@ -252,9 +252,9 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     known = facts.special_ids()
     pad, end = facts.token("pad_id", known.pad), facts.token("eos_token_id", known.eos)
     # Some p-tuned models start with padding.
-    found = (archive.config.get("data") for archive in facts.prompts)
-    tables = (data for data in found if isinstance(data, Mapping))
-    is_padding = any(data.get("decoder_starts_with_pad") for data in tables)
+    is_padding = any(
+        nested(archive.config, "data", "decoder_starts_with_pad") for archive in facts.prompts
+    )
     start = facts.token("decoder_start_token_id", pad if is_padding else known.bos)
     if start is None or end is None:
         raise ValueError(
