@@ -65,10 +65,10 @@ _KINDS = {
 # Parts of a Mamba layer's first projection, in order of rows -> their widths; x, B and C are
 # convolved.
 _PARTS = {
-    "z": "mamba_width",
-    "x": "mamba_width",
-    "B": "mamba_group_width",
-    "C": "mamba_group_width",
+    "z": "mamba_head_num*mamba_head_dim",
+    "x": "mamba_head_num*mamba_head_dim",
+    "B": "mamba_group_num*mamba_state",
+    "C": "mamba_group_num*mamba_state",
     "dt": "mamba_head_num",
 }
 _CONVOLVED = ("x", "B", "C")
@@ -116,16 +116,6 @@ class HybridConfig(MixtureConfig, _Mamba):
     def expert_width(self) -> int:
         """The width of experts' inputs and outputs."""
         return self.expert_latent or self.hidden_size
-
-    @property
-    def mamba_width(self) -> int:
-        """The total width of the heads of a Mamba layer."""
-        return self.mamba_head_num * self.mamba_head_dim
-
-    @property
-    def mamba_group_width(self) -> int:
-        """The total width of B, and of C, over all groups."""
-        return self.mamba_group_num * self.mamba_state
 
 
 HYBRID = ModelFamily(
@@ -195,7 +185,7 @@ def _part(key: str, parts: Sequence[str], place: int) -> Rows:
     """Return the source of one of the parts that make up the rows of a tensor."""
 
     def nesting(config: Any) -> Nesting:
-        widths = [getattr(config, _PARTS[part]) for part in parts]
+        widths = [config.dim(_PARTS[part], {}) for part in parts]
         # Ranks divide each part, and therefore their greatest common divisor.
         ends = [sum(widths[:n]) // math.gcd(*widths) for n in range(len(widths) + 1)]
         return Nesting("mf", ("mf",), {"m": ends[-1]}, ("m", ends[place], ends[place + 1]))

@@ -108,11 +108,6 @@ class MixtureConfig(DenseConfig, Experts):
         return (*self.expert_layers, True).index(True)
 
     @property
-    def gate_up_width(self) -> int:
-        """The total width of both halves of an expert."""
-        return 2 * self.inter_size
-
-    @property
     def shared_expert_num(self) -> int:
         """The width of the shared expert in widths of the other experts."""
         return self.shared_inter_size // self.inter_size
@@ -121,21 +116,6 @@ class MixtureConfig(DenseConfig, Experts):
     def attention_width(self) -> int:
         """The total width of all heads' values."""
         return self.head_num * (self.v_head_dim or self.size_per_head)
-
-    @property
-    def query_width(self) -> int:
-        """The total width of all heads' queries in multi-latent attention."""
-        return self.head_num * ((self.qk_nope_head_dim or 0) + self.size_per_head)
-
-    @property
-    def kv_down_width(self) -> int:
-        """The width of compressed keys and values and of the rotated part that heads share."""
-        return (self.kv_lora_rank or 0) + self.size_per_head
-
-    @property
-    def kv_up_width(self) -> int:
-        """The total width of all heads' values and of the part of keys that is not rotated."""
-        return self.head_num * ((self.qk_nope_head_dim or 0) + (self.v_head_dim or 0))
 
     @property
     def rotary_scaling(self) -> Fields:

@@ -129,13 +129,17 @@ class FTConfig:
         return range(getattr(self, self.INDICES[placeholder]))
 
     def dim(self, name: str | int, index: Index) -> int:
-        """Return the size of a dimension: a number, or a field or property of this config.
+        """Return the size of a dimension: a number, or a sum of products of fields or properties.
 
         Raises:
-            ValueError: The size is missing or negative.
+            ValueError: A field is missing or negative.
         """
         if isinstance(name, int):
             return name
+        terms = (term.split("*") for term in name.split("+"))
+        return sum(math.prod(self._size(each, index) for each in term) for term in terms)
+
+    def _size(self, name: str, index: Index) -> int:
         value = getattr(self, name)
         if isinstance(value, Mapping):
             value = value[index["task"]]

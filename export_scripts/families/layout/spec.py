@@ -72,7 +72,7 @@ class WeightSpec:
     """A record of a layout."""
 
     name: str  # file stem, with placeholders such as {layer} and {task}
-    shape: tuple[str | int, ...]  # whole shape, in numbers and names of config fields or properties
+    shape: tuple[str | int, ...]  # whole shape; `FTConfig.dim` computes the sizes
     _: dataclasses.KW_ONLY
     split: int | None = None  # axis split among tensor-parallel ranks; None: one copy for all
     when: When = ()  # conditions of a model that has the tensor
@@ -126,7 +126,8 @@ Layout = tuple[WeightSpec, ...]
 def layout_table(family: str) -> Layout:
     """Return the records of a family's table; - is an empty column.
 
-    Sizes are separated by spaces, conditions by commas; `stored` is a type on disk, or `optional`.
+    Sizes (see `FTConfig.dim`) are separated by spaces, conditions by commas; `stored` is a type on
+    disk, or `optional`.
     """
     text = (Path(__file__).parent / f"{family}.tsv").read_text(encoding="utf-8")
     return tuple(_spec(*line.split("\t")) for line in text.splitlines()[1:])
