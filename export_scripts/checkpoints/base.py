@@ -57,7 +57,7 @@ class Piece:
     shape: Shape
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored(self) -> StoredParts:
         """The stored tensors that it consists of."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class StoredTensor(Piece):
         return (sum(steps) + 1) * SOURCE_TYPES[self.dtype][0]
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored(self) -> StoredParts:
         """The tensor itself."""
         return (self,)
 
@@ -140,11 +140,11 @@ class ComputedPiece(Piece):
 
     dtype: str
     shape: Shape
-    inputs: tuple[StoredTensor, ...]
+    inputs: StoredParts
     compute: Callable[[FileMaps], Array]
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored(self) -> StoredParts:
         """The stored tensors that it is computed from."""
         return self.inputs
 
@@ -161,6 +161,10 @@ class ComputedPiece(Piece):
 
 Pieces = tuple[Piece, ...]  # a tensor's parts, in order of training tensor-parallel rank
 Tensors = dict[str, Pieces]  # by name
+StoredTensors = dict[str, StoredTensor]
+NamedPieces = dict[str, Piece]
+ScaledPieces = tuple[Piece, Piece]  # a matrix in FP8 and its scales
+StoredParts = tuple[StoredTensor, ...]
 IsAllowed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
 
 
@@ -331,7 +335,7 @@ class CheckpointReader:
     # The checkpoint's tokenizer files, by their names in the FT folder.
     tokenizer: Files = field(default_factory=dict)
     # Name -> a matrix stored in FP8 (out, in), and its scales (out, groups of inputs).
-    fp8: Mapping[str, tuple[Piece, Piece]] = field(default_factory=dict)
+    fp8: Mapping[str, ScaledPieces] = field(default_factory=dict)
     fp8_group: int = 0  # inputs per scale; 0: all
     remarks: tuple[str, ...] = ()  # for the report, such as the choice among several files
     # Names in the files of a Hugging Face folder, which may not be those of transformers' family.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredTensor
+from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredParts
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import listed, refuse
 
@@ -44,7 +44,7 @@ class ChunkedTensor(Piece):
         return tuple(self.chunks[begin] for begin in sorted(self.chunks))
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored(self) -> StoredParts:
         """The stored tensors that it consists of."""
         return tuple(stored for chunk in self.ordered for stored in chunk.stored)
 
@@ -121,6 +121,9 @@ class ChunkedTensor(Piece):
             if 0 <= index - begin[0] < values.shape[0]
         }
         return ChunkedTensor(self.dtype, self.shape[1:], chunks)
+
+
+ChunkedTensors = dict[str, ChunkedTensor]
 
 
 def chunked(piece: Piece) -> ChunkedTensor:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import Region, StoredTensor
-from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
+from export_scripts.checkpoints.chunks import (
+    ChunkedTensor,
+    ChunkedTensors,
+    ChunkOffset,
+    refuse_holes,
+)
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
@@ -70,7 +75,7 @@ class ShardedIndex:
         entry = self._entries.get((name, None))
         return read_torch_file(_region(self.container, entry, name)) if entry else None
 
-    def tensors(self, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
+    def tensors(self, wanted: Callable[[str], bool]) -> ChunkedTensors:
         """Return the tensors whose name is wanted.
 
         Raises:
@@ -170,7 +175,7 @@ def _state(value: Any, *qualified_names: str) -> Table:
     return value.state
 
 
-def _table(state: Table, key: str) -> Mapping[Any, Any]:
+def _table(state: Table, key: str) -> Table:
     if not isinstance(state.get(key), Mapping):
         raise _MalformedIndexError(f"{key} is not a table")
     return state[key]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, json_file
-from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
+from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkedTensors, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import bare_name
@@ -86,7 +86,7 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
     )
 
 
-def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
+def model_tensors(index: ShardedIndex) -> ChunkedTensors:
     """Return the model's tensors of an index by their names in the model.
 
     Stacked layers and experts are separated; the halves of gated projections are joined.
@@ -176,12 +176,12 @@ def _check_backend(container: Container) -> None:
     )
 
 
-def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
+def _layers(found: Mapping[str, ChunkedTensor], where: str) -> ChunkedTensors:
     """Return the tensors by logical name, with stacked layers and experts separated.
 
     Experts are named as on a single rank, `mlp.experts.local_experts.<number>`.
     """
-    tensors: dict[str, ChunkedTensor] = {}
+    tensors: ChunkedTensors = {}
     twice = []
     for name, tensor in found.items():
         named = {
@@ -205,7 +205,7 @@ def _unstacked(
     return [(f"{match[1]}.{kind}{i}.{match[2]}", tensor.select(i)) for i in range(tensor.shape[0])]
 
 
-def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> ChunkedTensors:
     """Return the tensors with the halves of gated projections joined, as in other formats."""
     joined = dict(tensors)
     for name, half in tensors.items():

@@ -7,7 +7,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Files, Region, read_name
 from export_scripts.checkpoints.containers import open_container
@@ -146,7 +145,7 @@ def _config(tree: Table) -> Fields:
     return config
 
 
-def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
+def _model(tree: Table, root: Path) -> Table:
     """Return a rank's model, or its parts if the pipeline schedule is interleaved."""
     found = {key: part for key, part in tree.items() if re.fullmatch(r"model\d*", str(key))}
     if not found or not all(isinstance(part, Mapping) for part in found.values()):

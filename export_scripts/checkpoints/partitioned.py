@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
+from export_scripts.checkpoints.base import FileMaps, StoredParts, StoredTensor, same_values
 from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Fields, Table, nested
 
@@ -129,7 +129,7 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
 
 
 def rank_states(
-    models: Mapping[TrainingRank, Mapping[Any, Any]], config: Fields, *, where: Path
+    models: Mapping[TrainingRank, Table], config: Fields, *, where: Path
 ) -> dict[TrainingRank, State]:
     """Return the tensors of each (tensor rank, stage) from the models of ranks.
 
@@ -162,7 +162,7 @@ def rank_states(
     }
 
 
-def _parts(model: Mapping[Any, Any]) -> dict[int, Any]:
+def _parts(model: Table) -> dict[int, Any]:
     found = {int(m[1]): part for key, part in model.items() if (m := _PART.fullmatch(str(key)))}
     return dict(sorted(found.items()))
 
@@ -185,7 +185,7 @@ def _layers_before(states: Mapping[TrainingRank, State]) -> LayerOffset:
 
 def join_ranks(
     states: Mapping[TrainingRank, State], *, where: Path, layer_offset: LayerOffset | None = None
-) -> dict[str, tuple[StoredTensor, ...]]:
+) -> dict[str, StoredParts]:
     """Return each tensor's pieces in tensor-rank order, with layers numbered globally.
 
     `layer_offset` gives the global number of a stage's layer 0; None counts the stages' layers.

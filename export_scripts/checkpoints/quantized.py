@@ -25,6 +25,7 @@ from export_scripts.checkpoints.base import (
     IsAllowed,
     Piece,
     Pieces,
+    ScaledPieces,
     StoredTensor,
     Tensors,
     json_file,
@@ -62,6 +63,8 @@ Parts = Mapping[str, StoredTensor]
 # by suffix; returns the matrix.
 Widen = Callable[[Any, Mapping[str, "Array"]], "Array"]
 
+Fit = tuple[Shape, Widen]  # the shape of a matrix, and the function that widens it
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -72,7 +75,7 @@ class _Form:
     companions: Mapping[str, bool]
     # Returns the shape of the matrix and the function that widens it. Raises ValueError for parts
     # of wrong types or shapes; the message begins with a suffix.
-    fit: Callable[[Parts], tuple[Shape, Widen]]
+    fit: Callable[[Parts], Fit]
     # Returns the scales (out, groups) of a matrix in FP8, and the number of inputs per scale.
     scales: Callable[[Parts], tuple[Piece, int]] | None = None
     # Whether parts hold the matrices of all experts, along their first axis.
@@ -162,10 +165,10 @@ def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
 
 def _wide_tensors(
     reader: CheckpointReader, form: _Form
-) -> tuple[Tensors, dict[str, tuple[Piece, Piece]], set[int]]:
+) -> tuple[Tensors, dict[str, ScaledPieces], set[int]]:
     """Return all tensors widened, FP8 matrices with scales, and the numbers of inputs per scale."""
     plain = reader.tensors
-    fp8: dict[str, tuple[Piece, Piece]] = {}
+    fp8: dict[str, ScaledPieces] = {}
     groups: set[int] = set()
     tensors: Tensors = {}
     taken: set[str] = set()
@@ -306,7 +309,7 @@ def _scaled(
         group = inputs if block or grid[1] > 1 else 0
         return ComputedPiece("fp32", shape, (part,), compute), group
 
-    def fit(parts: Parts) -> tuple[Shape, Widen]:
+    def fit(parts: Parts) -> Fit:
         rows, columns = _sizes(parts, value, (kind,), None, None)
         sizes = (rows, columns * 32 // bits if bits else columns)
         grid = _grid(parts, scale, sizes, block)
@@ -390,7 +393,7 @@ def _awq(settings: Table, _: Collection[str]) -> _Form:
     if (bits, version) != (4, "gemm"):
         raise ValueError(f"awq of {bits} bits, version {version}: expected 4, gemm")
 
-    def fit(parts: Parts) -> tuple[Shape, Widen]:
+    def fit(parts: Parts) -> Fit:
         width, words = _sizes(parts, ".qweight", _WORDS, None, None)
         _check_groups(parts, width, words, words * 8)
         ends = (".qweight", ".qzeros", ".scales")
@@ -412,7 +415,7 @@ def _gptq(settings: Table, _: Collection[str]) -> _Form:
         raise ValueError(f"gptq of {usual} bits, checkpoint_format {layout}: expected 2, 4 or 8")
     zero_offset = 1 if layout == "gptq" else 0
 
-    def fit(parts: Parts) -> tuple[Shape, Widen]:
+    def fit(parts: Parts) -> Fit:
         words, out = _sizes(parts, ".qweight", _WORDS, None, None)
         _, zeros = _sizes(parts, ".qzeros", _WORDS, None, None)
         bits = next((each for each in _GPTQ_BITS if zeros * 32 == out * each), usual)
@@ -443,7 +446,7 @@ def _mxfp4(*_: Any) -> _Form:
     integrations/mxfp4.py, convert_moe_packed_tensors.
     """
 
-    def fit(parts: Parts) -> tuple[Shape, Widen]:
+    def fit(parts: Parts) -> Fit:
         rows, groups, _ = _sizes(parts, "_blocks", ("uint8",), None, None, 16)
         _sizes(parts, "_scales", ("uint8",), rows, groups)
         return (groups * 32, rows), lambda widening, loaded: widening.mxfp4(

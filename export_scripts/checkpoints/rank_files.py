@@ -23,12 +23,24 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from export_scripts.checkpoints.base import ComputedPiece, FileMaps, Piece, StoredTensor
-from export_scripts.checkpoints.chunks import ChunkedTensor, ChunkOffset, refuse_holes
+from export_scripts.checkpoints.base import (
+    ComputedPiece,
+    FileMaps,
+    NamedPieces,
+    Piece,
+    StoredTensor,
+)
+from export_scripts.checkpoints.chunks import (
+    ChunkedTensor,
+    ChunkedTensors,
+    ChunkOffset,
+    refuse_holes,
+)
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.files.json_content import Table
 
 _Value = TypeVar("_Value")
 
@@ -62,7 +74,7 @@ class _Part:
     factors: Mapping[int, int] = field(default_factory=dict)
 
 
-def rank_tensors(folder: Path) -> dict[str, ChunkedTensor]:
+def rank_tensors(folder: Path) -> ChunkedTensors:
     """Return the tensors that ranks have saved in a file each.
 
     Raises:
@@ -267,7 +279,7 @@ def _range(values: StoredTensor, first: int, end: int) -> StoredTensor:
     return dataclasses.replace(values, offset=offset, shape=(max(end - first, 0),))
 
 
-def zero_tensors(folder: Path) -> dict[str, Piece]:
+def zero_tensors(folder: Path) -> NamedPieces:
     """Return the tensors of a model that DeepSpeed has saved.
 
     Raises:
@@ -300,12 +312,12 @@ def zero_tensors(folder: Path) -> dict[str, Piece]:
 
 def _zero_rank(
     folder: Path, number: int, files: Sequence[Path], *, has_shares: bool
-) -> tuple[Mapping[Any, Any], dict[str, Piece], dict[str, Shape]]:
+) -> tuple[Table, NamedPieces, dict[str, Shape]]:
     """Return a tensor-parallel rank's first state, its tensors, and its parameters' shapes."""
     states = [read_torch_table(file, "a DeepSpeed checkpoint") for file in files]
     first = states[0]
     module = flatten(_zero_table(first, "module", files[0]))
-    found: dict[str, Piece] = {**module}
+    found: NamedPieces = {**module}
     shapes = _shapes(first.get("param_shapes") or [], files[0])
     if files[0].name.startswith("zero_"):  # stage 3: the module's parameters are placeholders
         buffers = first.get("buffer_names")
@@ -327,8 +339,8 @@ def _zero_rank(
 
 
 def _merge_tp_ranks(
-    folder: Path, first: Mapping[Any, Any], ranks: Sequence[Mapping[str, Piece]]
-) -> dict[str, Piece]:
+    folder: Path, first: Table, ranks: Sequence[Mapping[str, Piece]]
+) -> NamedPieces:
     """Return whole tensors from the parts of tensor-parallel ranks.
 
     DeepSpeed 0.19 states each part as arguments of as_strided: `source` in the whole tensor, `dest`
@@ -388,7 +400,7 @@ def _from_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | 
     return ChunkedTensor(dtypes.pop(), whole, chunks) if len(dtypes) == 1 else None
 
 
-def _zero_table(state: Mapping[Any, Any], key: str, file: Path) -> Mapping[Any, Any]:
+def _zero_table(state: Table, key: str, file: Path) -> Table:
     """Return a table in a rank's state, empty if it is missing; the model's module must exist."""
     found = state.get(key)
     if isinstance(found, Mapping):
@@ -442,7 +454,7 @@ def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
 
 def _partitioned(
     folder: Path, shapes: Mapping[str, Shape], count: int, tp_rank: int
-) -> dict[str, Piece]:
+) -> NamedPieces:
     """Return the parameters of stage 3; each of `count` ranks has an equal share of each."""
     files = next(iter(_zero_files(folder, _ZERO_OPTIMIZER)[tp_rank:]), [])
     ranks = []

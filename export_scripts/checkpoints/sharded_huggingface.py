@@ -21,6 +21,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     ComputedPiece,
     FileMaps,
+    NamedPieces,
     Piece,
     StoredTensor,
     Tensors,
@@ -32,6 +33,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import (
     ChunkedTensor,
+    ChunkedTensors,
     ChunkOffset,
     chunked,
     refuse_holes,
@@ -201,7 +203,7 @@ def _tensors(folder: Path) -> Tensors:
     return {name: piece.pieces for name, piece in without_prefixes(found, folder).items()}
 
 
-def _shard_tensors(folder: Path) -> dict[str, ChunkedTensor]:
+def _shard_tensors(folder: Path) -> ChunkedTensors:
     """Return the tensors in safetensors shards, whose metadata has the offsets of parts."""
     chunks: dict[str, dict[ChunkOffset, StoredTensor]] = {}
     problems = []
@@ -242,8 +244,8 @@ _IN_MEMORY = "transformers"  # transformers' names in memory, which no tensor id
 
 
 @functools.cache
-def _trainers() -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], read_table(Path(__file__).with_name("trainer_names.yaml")))
+def _trainers() -> Table:
+    return cast(Table, read_table(Path(__file__).with_name("trainer_names.yaml")))
 
 
 def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> CheckpointReader:
@@ -271,7 +273,7 @@ def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> Ch
         )
     names = (*trainer.get("own", {}).get(kind, ()), *trainer["names"])
     zeros = trainer.get("zeros", {})
-    found: dict[str, Piece] = {}
+    found: NamedPieces = {}
     problems = _contradictions(reader, trainer)
     maps = FileMaps()
     for theirs, (piece,) in tensors.items():
@@ -282,7 +284,7 @@ def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> Ch
                 problems.append(f"{reader.home}: {theirs} is not zero: {zeros[form]}")
             continue
         ours = renamed(theirs, names)
-        parts: dict[str, Piece] = {}
+        parts: NamedPieces = {}
         if _EXPERT in ours and len(piece.shape) == 3:
             whole = chunked(piece)
             for number in range(whole.shape[0]):
@@ -334,7 +336,7 @@ def _contradictions(reader: CheckpointReader, trainer: Table) -> list[str]:
     return problems
 
 
-def _parts(name: str, rows: Piece, reader: CheckpointReader) -> dict[str, Piece]:
+def _parts(name: str, rows: Piece, reader: CheckpointReader) -> NamedPieces:
     """Return a tensor by name, or those that its rows hold."""
     match = _JOINED.search(name)
     if match is None:

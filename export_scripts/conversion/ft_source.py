@@ -12,6 +12,7 @@ from export_scripts.checkpoints.base import (
     ComputedPiece,
     FileMaps,
     Record,
+    StoredParts,
     StoredTensor,
 )
 from export_scripts.checkpoints.quantized import QUANTIZATION
@@ -79,9 +80,7 @@ def open_ft_folder(path: Path) -> FTFolder:
     )
 
 
-def _pieces(
-    path: Path, tensor: FTTensor, config: FTConfig, sums: Mapping[str, int]
-) -> tuple[StoredTensor, ...]:
+def _pieces(path: Path, tensor: FTTensor, config: FTConfig, sums: Mapping[str, int]) -> StoredParts:
     kind, tp_size = tensor.dtype or config.weight_data_type, config.tensor_para_size
     size, shape = tensor.file_bytes(tp_size, kind), tensor.local_shape(tp_size)
     return tuple(
@@ -97,7 +96,7 @@ def _pieces(
 
 
 def _widened(
-    values: tuple[StoredTensor, ...], scales: tuple[StoredTensor, ...], config: FTConfig
+    values: StoredParts, scales: StoredParts, config: FTConfig
 ) -> tuple[ComputedPiece, ...]:
     """Return the fp32 pieces (in, out) of a matrix in FP8; all of them may share the scales."""
     group = getattr(config, "fp8_group_size", None)

@@ -18,7 +18,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
 )
 from export_scripts.conversion.ft_source import FT_FORMAT
-from export_scripts.conversion.plan import FREE, ConversionPlan, differing_fields
+from export_scripts.conversion.plan import FREE, Contents, ConversionPlan, differing_fields
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
     WrittenFile,
@@ -390,7 +390,7 @@ def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Writ
 
 def _other_files(
     source: ConversionPlan, mapping: SourceMapping, config: Fields
-) -> tuple[dict[str, bytes], tuple[str, ...]]:
+) -> tuple[Contents, tuple[str, ...]]:
     """Return the files next to the weights, and remarks about them."""
     remarks = []
     key = mapping.positions

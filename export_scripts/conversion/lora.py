@@ -30,9 +30,10 @@ from export_scripts.checkpoints.base import (
     ComputedPiece,
     FileMaps,
     IsAllowed,
+    NamedPieces,
     Piece,
     Pieces,
-    StoredTensor,
+    StoredParts,
     Tensors,
     json_file,
 )
@@ -127,7 +128,7 @@ class Update:
         return self.up[0].shape[1]
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored(self) -> StoredParts:
         """The stored tensors of the factors and the magnitude."""
         pieces = (*self.down, *self.up, *filter(None, [self.magnitude]))
         return tuple(part for piece in pieces for part in piece.stored)
@@ -668,7 +669,7 @@ def _peft_changes(
     """Return the changes of a PEFT adapter, from its configuration and its tensors."""
     refuse(listed(peft_problems(config, where)))
     problems: list[str] = []
-    factors: dict[str, dict[str, Piece]] = {}
+    factors: dict[str, NamedPieces] = {}
     embeddings: set[str] = set()
     replaced: Tensors = {}
     roles: dict[tuple[str, str], str] = {}

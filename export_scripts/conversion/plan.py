@@ -7,7 +7,7 @@ not imported.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -62,6 +62,9 @@ _SPECIAL_TOKENS = {
 }
 
 
+Contents = dict[str, bytes]  # by file name
+
+
 @dataclass(frozen=True)
 class ConversionPlan:
     """A conversion, with everything but the values checked."""
@@ -72,7 +75,7 @@ class ConversionPlan:
     config: FTConfig
     tensors: tuple[TensorPlan, ...]  # the family's tensors
     files: tuple[tuple[WrittenFile, ...], ...]  # files of weights; a tensor's files are one group
-    extra_files: Mapping[str, bytes]  # name -> content of every other file
+    extra_files: Contents  # name -> content of every other file
     remarks: tuple[str, ...]  # warnings to report
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import json_table
-from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.plan import Contents, ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft import fast_tokenizers
@@ -73,7 +73,7 @@ def _is_tokenizer(plan: ConversionPlan, name: str) -> bool:
     return name in plan.facts.tokenizer and name != _GENERATION
 
 
-def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def _files(plan: ConversionPlan) -> tuple[Contents, tuple[str, ...]]:
     """Return the tokenizer's files and remarks about them.
 
     Raises:
@@ -117,7 +117,7 @@ def _check_class(plan: ConversionPlan, settings: Table) -> None:
         )
 
 
-def _settings(files: Mapping[str, bytes]) -> Fields:
+def _settings(files: Contents) -> Fields:
     return json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
 
 
@@ -203,8 +203,8 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 
 
 def _built_files(
-    plan: ConversionPlan, files: Mapping[str, bytes], settings: Table
-) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    plan: ConversionPlan, files: Contents, settings: Table
+) -> tuple[Contents, tuple[str, ...]]:
     backend, unknown = _checked_tokenizer(files, _stated_case(plan, settings))
     _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
     special = {
@@ -243,9 +243,7 @@ def _stated_case(plan: ConversionPlan, settings: Table) -> bool | None:
     return flag if isinstance(flag, bool) else stated
 
 
-def _checked_tokenizer(
-    files: Mapping[str, bytes], is_lower: bool | None
-) -> tuple["Tokenizer", str | None]:
+def _checked_tokenizer(files: Contents, is_lower: bool | None) -> tuple["Tokenizer", str | None]:
     """Return a tokenizer built from a source's files, and its unknown token.
 
     A SentencePiece model is compared with its library. GPT-2's byte pairs, which the source's
@@ -266,7 +264,7 @@ def _checked_tokenizer(
 
 
 def _build(
-    files: Mapping[str, bytes], is_lower: bool | None, problems: list[str]
+    files: Contents, is_lower: bool | None, problems: list[str]
 ) -> tuple["Tokenizer", str | None]:
     unknown = None
     if "tokenizer.model" in files:

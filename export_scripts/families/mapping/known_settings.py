@@ -53,6 +53,9 @@ class KnownSetting:
     reason: str = ""  # what a setting that is not expressible changes
 
 
+KnownSettings = Mapping[str, KnownSetting]  # by name
+
+
 def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
     """Yield (keys, setting) of each line of a table."""
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -62,14 +65,14 @@ def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
 
 
 @functools.cache
-def library_table(library: str) -> Mapping[str, KnownSetting]:
+def library_table(library: str) -> KnownSettings:
     """Return the settings of GPT-NeoX ("eleuther") or of all Megatron libraries, by name."""
     lines = table_of_settings(_FOLDER / f"{library}_settings.tsv")
     return {name: known for (name,), known in lines}
 
 
 @functools.cache
-def huggingface_table(source: str = "huggingface") -> Mapping[str, Mapping[str, KnownSetting]]:
+def huggingface_table(source: str = "huggingface") -> Mapping[str, KnownSettings]:
     """Return model type of transformers -> name -> setting; type * has those of all types.
 
     The source "published" has publishers' further settings.
@@ -81,7 +84,7 @@ def huggingface_table(source: str = "huggingface") -> Mapping[str, Mapping[str, 
 
 
 @functools.cache
-def _other_types() -> Mapping[str, KnownSetting]:
+def _other_types() -> KnownSettings:
     """Return the settings of all model types of transformers, as without effect."""
     names = itertools.chain.from_iterable(huggingface_table().values())
     return dict.fromkeys(names, KnownSetting("none", ()))
@@ -127,7 +130,7 @@ def megatron_obstacles(
     return obstacles(source, library_table("megatron"), free)
 
 
-def obstacles(source: Table, table: Mapping[str, KnownSetting], free: set[str]) -> dict[str, str]:
+def obstacles(source: Table, table: KnownSettings, free: set[str]) -> dict[str, str]:
     """Return name -> reason for each setting that is unknown, or whose use is not in `free`."""
     found = {}
     for name, value in source.items():

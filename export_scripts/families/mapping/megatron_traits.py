@@ -214,8 +214,8 @@ _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 
 @functools.cache
-def _known() -> Mapping[str, Any]:
-    return cast(Mapping[str, Any], read_table(Path(__file__).with_name("megatron_models.yaml")))
+def _known() -> Table:
+    return cast(Table, read_table(Path(__file__).with_name("megatron_models.yaml")))
 
 
 def _function_name(value: Any) -> str:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import Layout
@@ -20,7 +20,7 @@ from export_scripts.families.mapping.sources import (
     split_qkv,
     transposed,
 )
-from foundations.files.json_content import Fields
+from foundations.files.json_content import Fields, Table
 from foundations.files.yaml_content import read_table
 
 # Module of the layout -> module of a source, or three if the layout fuses queries, keys and values.
@@ -34,10 +34,10 @@ _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shar
 
 
 @functools.cache
-def known_names() -> Mapping[str, Any]:
+def known_names() -> Table:
     """Return the tables of module_names.yaml by name."""
     path = Path(__file__).with_name("module_names.yaml")
-    return cast(Mapping[str, Any], read_table(path))
+    return cast(Table, read_table(path))
 
 
 def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:

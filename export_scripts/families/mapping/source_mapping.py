@@ -12,6 +12,7 @@ from export_scripts.checkpoints.base import (
     Files,
     IsAllowed,
     Piece,
+    ScaledPieces,
     Tensors,
     same_values,
 )
@@ -95,7 +96,7 @@ class Facts:
         piece, end = next(each for each in zip(found, ends, strict=True) if int(entry) < each[1])
         return (piece.select(int(entry) - end + piece.shape[0]),)
 
-    def fp8(self, key: str) -> tuple[Piece, Piece] | None:
+    def fp8(self, key: str) -> ScaledPieces | None:
         """Return (values, scales) of a matrix stored in FP8; None for other tensors."""
         return self.reader.fp8.get(self.resolve(key) or "")
 
