@@ -1,6 +1,7 @@
-"""Tables as text: aligned columns for a terminal, and Markdown."""
+"""Tables as text: aligned columns for a terminal, Markdown, and rows of cells between tabs."""
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 
 def text_table(
@@ -35,3 +36,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """Return the cells of each row of a file whose columns are separated by tabs."""
+    return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]

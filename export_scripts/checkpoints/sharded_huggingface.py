@@ -9,13 +9,12 @@ shards of safetensors).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
@@ -243,9 +242,7 @@ _JOINED = re.compile(r"\{(\w+(?:,\w+)+)\}")  # names of two or three tensors tha
 _IN_MEMORY = "transformers"  # transformers' names in memory, which no tensor identifies
 
 
-@functools.cache
-def _trainers() -> Table:
-    return cast(Table, read_table(Path(__file__).with_name("trainer_names.yaml")))
+_TRAINERS: Table = read_table(Path(__file__).with_name("trainer_names.yaml"))
 
 
 def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> CheckpointReader:
@@ -258,10 +255,10 @@ def in_huggingface_names(reader: CheckpointReader, trainer_name: str = "") -> Ch
             the trainer's, or it has a tensor that transformers' model cannot use.
     """
     tensors = reader.tensors
-    trainers, kind = _trainers(), str(reader.config.get("model_type"))
-    named = (name for name, each in trainers.items() if not tensors.keys().isdisjoint(each["has"]))
+    kind = str(reader.config.get("model_type"))
+    named = (name for name, each in _TRAINERS.items() if not tensors.keys().isdisjoint(each["has"]))
     name = trainer_name or next(named, _IN_MEMORY)
-    trainer = trainers[name]
+    trainer = _TRAINERS[name]
     order = trainer["models"].get(kind)
     if not isinstance(order, list):
         if name == _IN_MEMORY:

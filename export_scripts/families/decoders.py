@@ -14,7 +14,7 @@ from export_scripts.families.dense.layout import DENSE
 from export_scripts.families.gpt import huggingface
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Trait
-from export_scripts.families.mapping.names import known_names
+from export_scripts.families.mapping.names import KNOWN_NAMES
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from foundations.files.json_content import Fields, Table
@@ -103,7 +103,7 @@ def _as_tuples(table: Table) -> Fields:
 
 def _mappings() -> dict[str, SourceMapping]:
     records = read_table(Path(__file__).with_suffix(".yaml"))
-    lists, usual = records.pop(".keys"), known_names()["huggingface"]
+    lists, usual = records.pop(".keys"), KNOWN_NAMES["huggingface"]
     return {
         name: _decoder(name, _with_base(name, records), lists, usual).mapping()
         for name in records

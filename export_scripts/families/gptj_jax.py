@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig, checked_rotary
 from export_scripts.families.layout.decoder import LAYER
-from export_scripts.families.mapping.names import known_names, named_sources, whole_names
+from export_scripts.families.mapping.names import KNOWN_NAMES, named_sources, whole_names
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -112,7 +112,7 @@ _H = "h.{layer}."
 _NORMS = {LAYER + "input_layernorm": _H + "ln_1", "model.final_layernorm": "ln_f"}
 # Tensors that are stored as in the layout, apart from their type.
 _STORED: Sources = {
-    **named_sources(whole_names(_H, known_names()["gptj_jax"]), GPTJ.layout, in_out=True),
+    **named_sources(whole_names(_H, KNOWN_NAMES["gptj_jax"]), GPTJ.layout, in_out=True),
     "model.lm_head.weight": transposed("lm_head.weight", cut=1),
 }
 _JAX_WEIGHTS: Sources = {

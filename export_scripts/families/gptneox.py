@@ -20,7 +20,7 @@ from export_scripts.families.layout.decoder import LAYER, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import Trait, activation_name
 from export_scripts.families.mapping.known_settings import eleuther_obstacles
-from export_scripts.families.mapping.names import known_names, named_sources, whole_names
+from export_scripts.families.mapping.names import KNOWN_NAMES, named_sources, whole_names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
@@ -248,7 +248,7 @@ _ATTENTION_BIAS = _E + "attention.dense.bias"
 _MLP_BIAS = _E + "mlp.dense_4h_to_h.bias"
 _ELEUTHER_NAMES = {
     "model.wte": _WTE.removesuffix(".weight"),
-    **known_names()["megatron"],
+    **KNOWN_NAMES["megatron"],
     "model.final_layernorm": "final.norm",
     "model.lm_head": _HEAD.removesuffix(".weight"),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foundations.suggest import did_you_mean
+from foundations.tables import read_rows
 
 # The default limit of a sequence's tokens (max_seq_len); an encoder's attention grows with the
 # square.
@@ -96,8 +97,7 @@ TOKEN_ID = _kind("whole 0 2147483647")
 
 
 def _table() -> dict[str, Parameter]:
-    _, *lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-    rows = (line.split("\t") for line in lines)
+    _, *rows = read_rows(Path(__file__).with_suffix(".tsv"))
     return {
         name: Parameter(_kind(kind), default, meaning, "" if key == "-" else key)
         for name, kind, default, key, meaning in rows

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from foundations.tables import read_rows
+
 DATA_TYPE = "DATA_TYPE"  # stands for the model's computation type
 _PROMPT_TABLE = "request_prompt_embedding"
 
@@ -62,10 +64,7 @@ class ModelSignature:
 
 # Shapes in the table: B rows, S padded prompt, K beams, R new tokens, W word list width,
 # P virtual tokens, H hidden width, L layers.
-_, *_ROWS = (
-    line.split("\t")
-    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-)
+_, *_ROWS = read_rows(Path(__file__).with_suffix(".tsv"))
 
 
 def declared(model: str) -> ModelSignature:

@@ -17,8 +17,8 @@ from export_scripts.families.mapping.megatron_traits import (
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
+    KNOWN_NAMES,
     completed,
-    known_names,
     named_sources,
     whole_names,
 )
@@ -154,7 +154,7 @@ def _names(facts: Facts) -> dict[str, str]:
     stack = _stack(facts)
     layer = {
         ours: re.sub(r"^attention\.", rf"{own}\g<0>", theirs)
-        for ours, theirs in known_names()["megatron"].items()
+        for ours, theirs in KNOWN_NAMES["megatron"].items()
     }
     return whole_names(f"{stack}layers.{{layer}}.", layer) | {
         "model.wte": f"{root}embedding.word_embeddings",
@@ -274,7 +274,7 @@ def core_names(facts: Facts, shown: Mapping[str, int] = MappingProxyType({})) ->
 
     `shown` maps a norm to the layer that shows whether it is fused, if that is not the first.
     """
-    table, traits = known_names(), core_traits(facts)
+    table, traits = KNOWN_NAMES, core_traits(facts)
     names = {**table["core"], **({} if traits.gated else table["core_plain"])}
     # A checkpoint to write has no tensors yet; it will have Transformer Engine's modules.
     written = {

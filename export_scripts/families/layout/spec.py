@@ -19,6 +19,7 @@ from typing import Any
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import Shape, item_size
 from foundations.files.json_content import Table
+from foundations.tables import read_rows
 
 # Conditions on config fields or properties: all must be true (with "not " before: false), or equal
 # the value after "="; a tuple has an entry per layer.
@@ -129,8 +130,8 @@ def layout_table(family: str) -> Layout:
     Sizes (see `FTConfig.dim`) are separated by spaces, conditions by commas; `stored` is a type on
     disk, or `optional`.
     """
-    text = (Path(__file__).parent / f"{family}.tsv").read_text(encoding="utf-8")
-    return tuple(_spec(*line.split("\t")) for line in text.splitlines()[1:])
+    _, *rows = read_rows(Path(__file__).with_name(f"{family}.tsv"))
+    return tuple(_spec(*row) for row in rows)
 
 
 def _spec(name: str, shape: str, split: str, when: str, stored: str) -> WeightSpec:

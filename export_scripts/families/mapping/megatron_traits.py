@@ -6,11 +6,10 @@ NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gpt_provider.py; megatro
 megatron/core/transformer/transformer_config.py.
 """
 
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
@@ -213,9 +212,7 @@ def missing_sizes(traits: MegatronTraits) -> list[str]:
 _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 
-@functools.cache
-def _known() -> Table:
-    return cast(Table, read_table(Path(__file__).with_name("megatron_models.yaml")))
+_KNOWN: Table = read_table(Path(__file__).with_name("megatron_models.yaml"))
 
 
 def _function_name(value: Any) -> str:
@@ -227,7 +224,7 @@ def _function_name(value: Any) -> str:
 def unknown_model(facts: Facts) -> list[str]:
     """Return every reason why it is unknown what a class of models computes."""
     name = _SIZE_OF_NAME.sub("", str(facts.config.get("model_class") or ""))
-    known = _known()["models"].get(facts.reader.format, ())
+    known = _KNOWN["models"].get(facts.reader.format, ())
     reasons = []
     if known and name and name not in known:
         reasons.append(
@@ -235,7 +232,7 @@ def unknown_model(facts: Facts) -> list[str]:
             f"{', '.join(known)}"
         )
     layers = _function_name(facts.config.get("transformer_layer_spec"))
-    known_layers = _known()["own_layers"].get(name, _known()["layers"])
+    known_layers = _KNOWN["own_layers"].get(name, _KNOWN["layers"])
     if layers and layers not in known_layers:
         reasons.append(
             f"transformer_layer_spec = {layers}: custom layers, which may compute something else; "

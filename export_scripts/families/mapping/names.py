@@ -1,9 +1,7 @@
 """The sources of a decoder's tensors, from the names of its modules."""
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import Layout
@@ -33,11 +31,8 @@ _VOCABULARY = ("model.wte", "model.lm_head")
 _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router", LAYER + "mlp.shared.gate")
 
 
-@functools.cache
-def known_names() -> Table:
-    """Return the tables of module_names.yaml by name."""
-    path = Path(__file__).with_name("module_names.yaml")
-    return cast(Table, read_table(path))
+# Name of a source -> its table.
+KNOWN_NAMES: Table = read_table(Path(__file__).with_name("module_names.yaml"))
 
 
 def whole_names(layer: str, names: Names, ours: str = LAYER) -> Fields:

@@ -16,8 +16,8 @@ from export_scripts.families.mapping.megatron_traits import (
     nemo_fuses_activation,
 )
 from export_scripts.families.mapping.names import (
+    KNOWN_NAMES,
     completed,
-    known_names,
     named_sources,
     whole_names,
 )
@@ -270,7 +270,7 @@ _RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedd
 
 def _stacks(order: str) -> Sources:
     """Return the sources of both stacks' layers; `order` is that of fused projections."""
-    known = known_names()
+    known = KNOWN_NAMES
     names: Fields = {}
     table: Sources = {}
     for side, ours in BLOCKS.items():
