@@ -137,7 +137,7 @@ def test_positions_are_scaled_by_a_stated_factor_alone(state: Tensors, tmp_path:
 
 
 def test_biased_decoders_with_learned_positions_are_gpts(tmp_path: Path) -> None:
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "embedding.word_embeddings.weight": (40, 16),
         "embedding.position_embeddings.weight": (12, 16),
         "decoder.final_layernorm.weight": (16,),

@@ -107,7 +107,7 @@ def write(
 
 
 def converted(source: Path, out: Path, tp_size: int = 1, **fields: Any) -> Path:
-    values: dict[str, Any] = {"weight_data_type": "fp32"} | fields
+    values = {"weight_data_type": "fp32"} | fields
     return convert(ConversionRequest(source, out, tp_size, **values)).ft_dir
 
 
@@ -185,7 +185,7 @@ def test_arguments_may_lie_in_the_index(state: Tensors, tmp_path: Path) -> None:
     """Newer versions of megatron-core write no common.pt."""
     folder = tmp_path / "iter_0000007"
     folder.mkdir()
-    tensors: dict[str, Any] = {n: sharded(n, [(t, (0,) * t.ndim)]) for n, t in state.items()}
+    tensors = {n: sharded(n, [(t, (0,) * t.ndim)]) for n, t in state.items()}
     write_state(folder, tensors | {"common_state/shard_0_1": [megatron_common(**ARGS)]})
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert contents(converted(folder, tmp_path / "out")) == classic(state, tmp_path)
@@ -202,7 +202,7 @@ def test_torch_may_have_saved_it_alone(state: Tensors, tmp_path: Path, common: b
     saved = {"model": {f"module.{name}": tensor for name, tensor in apart.items()}}
     found = megatron_common(**ARGS)
     folder = tmp_path / "iter_0000007"
-    content: dict[str, Any] = {**saved, **training} if common else {**saved, **training, **found}
+    content = {**saved, **training} if common else {**saved, **training, **found}
     save(content, checkpoint_id=folder, no_dist=True)
     if common:
         torch.save(found, folder / "common.pt")

@@ -45,7 +45,7 @@ def values(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_single_and_indexed_files_read_alike(tmp_path: Path, suffix: str, indexed: bool) -> None:
     stem = "model" if suffix == "safetensors" else "pytorch_model"
-    files: dict[str, Any] = {f"{stem}.{suffix}": TENSORS}
+    files = {f"{stem}.{suffix}": TENSORS}
     if indexed:
         files = {
             f"{stem}-0000{i + 1}-of-00002.{suffix}": {key: TENSORS[key]}
@@ -144,7 +144,7 @@ def test_what_wrapped_the_model_is_not_a_part_of_names(
     tmp_path: Path, prefix: str, indexed: bool
 ) -> None:
     tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
-    files: dict[str, Any] = {"model-1.safetensors": tensors}
+    files = {"model-1.safetensors": tensors}
     if indexed:
         files |= {"model.safetensors.index.json": index_of(files)}
     assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()

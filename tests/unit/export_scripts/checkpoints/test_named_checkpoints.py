@@ -30,8 +30,7 @@ def write_run(folder: Path, *names: str) -> Path:
 
 
 def norm_of(path: Path, name: str | None) -> list[float]:
-    values: list[float] = loaded(open_checkpoint(path, name=name).tensors[NORM][0]).tolist()
-    return values
+    return loaded(open_checkpoint(path, name=name).tensors[NORM][0]).tolist()
 
 
 @pytest.mark.parametrize("name", ["gpt--step=100.ckpt", "gpt--step=100", "*step=100*"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.tiny import gpt_tensors, write_nemo
 
@@ -17,7 +15,7 @@ def contents(source: Path, out: Path) -> dict[str, bytes]:
 
 def test_names_behind_mixed_precision_wrappers_are_known(tmp_path: Path) -> None:
     tensors = gpt_tensors()
-    wrapped: dict[str, torch.Tensor] = {
+    wrapped = {
         name.replace("model.", "model.module.", 1): tensor for name, tensor in tensors.items()
     }
     plain = contents(write_nemo(tmp_path / "a.nemo", tensors, tp=2, pp=2), tmp_path / "a")

@@ -703,7 +703,7 @@ PRIME = {
 
 def stacked_mixture(kind: str) -> tuple[Tensors, Tensors]:
     """Return a mixture's dense tensors and its stacked experts, as w1 to w3."""
-    dense: Tensors = {}
+    dense = {}
     experts: Tensors = {}
     for name, values in model_of(kind).state_dict().items():
         layer = name.partition(".mlp.")[0]

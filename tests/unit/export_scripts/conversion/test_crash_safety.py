@@ -349,7 +349,7 @@ def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Pa
 
 
 def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    seen = []
     summary = convert(request(source, tmp_path), progress=lambda *counts: seen.append(counts))
     weights = sum(path.stat().st_size for path in summary.ft_dir.glob("*.bin"))
     assert seen[-1] == (weights, weights)

@@ -100,7 +100,7 @@ def test_transformers_widens_blocks_to_the_same(tmp_path: Path) -> None:
     base = write_model("llama", tmp_path / "base", **SIZES)
     folder = convert(request(base, tmp_path / "out", "block")).ft_dir
     back = convert(request(folder, tmp_path / "back", None)).ft_dir
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         quantization_config=transformers.FineGrainedFP8Config(dequantize=True),

@@ -35,7 +35,7 @@ def through_shards(source: Path, output: Path, **more: Any) -> Path:
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((folder / name).read_text())
+    table = json.loads((folder / name).read_text())
     return {key: value for key, value in table.items() if key not in OWN}
 
 

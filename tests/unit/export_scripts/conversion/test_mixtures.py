@@ -43,7 +43,7 @@ CUTS = {
 
 
 def request(source: Path, output: Path, **fields: Any) -> ConversionRequest:
-    values: dict[str, Any] = {"output_format": "huggingface", "given": GIVEN} | fields
+    values = {"output_format": "huggingface", "given": GIVEN} | fields
     return ConversionRequest(source, output, 1, "fp32", **values)
 
 

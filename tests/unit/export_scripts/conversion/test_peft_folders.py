@@ -57,14 +57,13 @@ def request(base: Path, out: Path, form: str, *lora: Path, **fields: Any) -> Con
 
 
 def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
     if adapter is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.arange(3, 23)[None]).logits
-    return found
+        return model.eval()(torch.arange(3, 23)[None]).logits
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -86,8 +85,7 @@ def written(base: Path, whole: Path, tmp: Path, adapter: Path, **fields: Any) ->
     assert_near(logits(merged), expected)
     assert_near(logits(plain, folder), expected)
     assert (logits(plain) - expected).abs().max() > 0.01 * expected.abs().max()
-    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return settings
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
@@ -173,7 +171,7 @@ def canonical(
 ) -> tuple[dict[str, tuple[str, Any]], dict[str, torch.Tensor]]:
     """Return factors by layer and part, and the state with their products added to these rows."""
     summed = {name: tensor.clone() for name, tensor in state.items()}
-    parts: dict[str, tuple[str, Any]] = {}
+    parts = {}
     for layer in range(2):
         for part, numbers in rows.items():
             module = "mlp.linear_fc1" if part in ("gate", "up") else "self_attention.linear_qkv"
@@ -201,7 +199,7 @@ def test_adapters_of_single_projections(kind: str, tmp_path: Path) -> None:
             module = f"{module}.adapter.adapter_{part}"
         tensors |= pair(module, factors)
     target = "peft.canonical_lora.CanonicalLoRA"
-    fields: dict[str, Any] = {}
+    fields = {}
     if kind == "nemo":
         lora = {"adapter_dim": RANK, "alpha": ALPHA, "variant": "canonical"}
         own = CORE | {"peft": {"peft_scheme": "lora", "lora_tuning": lora}}

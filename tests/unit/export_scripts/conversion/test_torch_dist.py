@@ -109,7 +109,7 @@ def test_layers_of_two_kinds_have_a_tensor_each(tmp_path: Path) -> None:
     """Norms are where Transformer Engine's layers read them."""
     source = write_model("deepseek_v3", tmp_path / "deepseek")
     folder = convert(request(source, tmp_path / "out")).ft_dir
-    described: Any = FileSystemReader(folder / "release").read_metadata().state_dict_metadata
+    described = FileSystemReader(folder / "release").read_metadata().state_dict_metadata
     shapes = {name: tuple(each.size) for name, each in described.items() if hasattr(each, "size")}
     assert shapes["decoder.layers.0.mlp.linear_fc1.layer_norm_weight"] == (24,)
     assert shapes["decoder.layers.1.pre_mlp_layernorm.weight"] == (24,)

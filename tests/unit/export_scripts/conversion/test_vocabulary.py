@@ -27,7 +27,7 @@ def cut(state: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
 
 
 def written(source: Path, out: Path, **fields: Any) -> Path:
-    values: dict[str, Any] = {"output_format": "huggingface"} | fields
+    values = {"output_format": "huggingface"} | fields
     return convert(ConversionRequest(source, out, 1, "fp32", **values)).ft_dir
 
 

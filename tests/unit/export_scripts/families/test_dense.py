@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 def tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     h, f, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     n, k = config["num_attention_heads"], config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], h),
         "lm_head.weight": (config["vocab_size"], h),
         "model.norm.weight": (h,),

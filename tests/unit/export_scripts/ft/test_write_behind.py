@@ -46,7 +46,7 @@ def test_a_failure_reaches_whoever_starts_the_next_step(queue: WriteBehind) -> N
 
 
 def test_nothing_follows_a_failed_step(queue: WriteBehind) -> None:
-    done: list[int] = []
+    done = []
     queue.run(fail)
     queue.run_next(lambda: done.append(1))
     with pytest.raises(OSError, match="broken"):
