@@ -1,10 +1,16 @@
-"""Suggestions for mistyped names: the most similar known name."""
+"""Names: the most similar known one of a mistyped name, and shell patterns."""
 
+import fnmatch
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 _MIN_SIMILARITY = 0.75  # a name at least this similar to a known one is taken for a typing error
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the shell patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

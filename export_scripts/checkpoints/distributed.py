@@ -18,7 +18,7 @@ from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import bare_name
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from foundations.errors import CheckpointMismatchError, listed, refuse
-from foundations.files.json_content import Table, nested
+from foundations.files.json_content import Table, nested, without_nulls
 
 METADATA_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
@@ -150,8 +150,7 @@ def _common(container: Container, index: ShardedIndex | None = None) -> Table:
     if found is None and METADATA_NAME in container.members:
         container.needed(COMMON_NAME, "the description of what was saved")
     if index is not None and found is None:
-        states = {name: index.object(name) for name in _COMMON_OBJECTS}
-        found = {name: value for name, value in states.items() if value is not None}
+        found = without_nulls({name: index.object(name) for name in _COMMON_OBJECTS})
     if not isinstance(found, Mapping):
         raise CheckpointMismatchError(f"{container}: {COMMON_NAME} does not hold a checkpoint")
     return found

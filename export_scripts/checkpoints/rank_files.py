@@ -40,7 +40,7 @@ from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, without_nulls
 
 _Value = TypeVar("_Value")
 
@@ -367,7 +367,7 @@ def _merge_tp_ranks(
         if each is None
     ]
     refuse(listed(problems, f"{folder}: "))
-    found = {name: each for name, each in whole.items() if each is not None}
+    found = without_nulls(whole)
     refuse_holes(found, folder)
     return {**found}
 

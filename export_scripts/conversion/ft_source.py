@@ -1,7 +1,6 @@
 """An FT folder as a source: the files of its ranks are the pieces of its tensors."""
 
 import dataclasses
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import open_directory, read_manifest
 from foundations.files.json_content import Fields
+from foundations.suggest import matches_any
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
@@ -72,7 +72,7 @@ def open_ft_folder(path: Path) -> FTFolder:
         tokenizer={
             name: file
             for name, file in folder_members(path).items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
+            if matches_any(name, TOKENIZER_FILES)
         },
         mapping=_mapping(family, config),
         origin=str(manifest["source"].get("origin", "")),

@@ -6,7 +6,6 @@ tensors is written. If there is none, the differences say what Hugging Face cann
 """
 
 import dataclasses
-import fnmatch
 import json
 import math
 import struct
@@ -33,6 +32,7 @@ from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table, json_bytes
+from foundations.suggest import matches_any
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -328,7 +328,7 @@ def carried_tensors(source: ConversionPlan, mapping: SourceMapping) -> tuple[Wri
     return tuple(
         copied_tensor(key, piece.shape)
         for key in facts.reader.tensors
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+        if matches_any(key, patterns)
         for piece in facts.pieces(key)[:1]
         if piece.dtype in FLOATING_TYPES
     )

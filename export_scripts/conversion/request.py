@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is a valid default
 
 import dataclasses
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from export_scripts.conversion.hub import hub_advice
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from foundations.files.disk import folder_problem
-from foundations.suggest import did_you_mean
+from foundations.suggest import did_you_mean, matches_any
 from foundations.values import option
 
 # Output formats: shards for this engine and FT's backend, a folder for other engines, an adapter
@@ -152,11 +151,11 @@ class ConversionRequest(ConversionOptions):
 
     def allows(self, name: str) -> bool:
         """Return whether the user allows a tensor that would be refused."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
+        return matches_any(name, self.allow)
 
     def allows_setting(self, name: str) -> bool:
         """Return whether the user allows a setting that would be refused."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_setting)
+        return matches_any(name, self.allow_setting)
 
 
 OPTION_NAMES: Mapping[str, str] = {

@@ -22,7 +22,7 @@ from export_scripts.sentencepiece_model import (
     read_sentencepiece,
 )
 from foundations.errors import CheckpointMismatchError, first_names, refuse
-from foundations.files.json_content import Fields, Table, json_bytes, nested
+from foundations.files.json_content import Fields, Table, json_bytes, nested, without_nulls
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -362,7 +362,7 @@ def _special_names(
         for name, found in ids.items()
     }
     names["unk_token"] = unknown
-    return {name: text for name, text in names.items() if text is not None}
+    return without_nulls(names)
 
 
 def _add_markers(

@@ -35,7 +35,7 @@ from export_scripts.conversion.torch_archive import (
 from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, item_size, strides
 from foundations.errors import CheckpointMismatchError, refuse
-from foundations.files.json_content import Fields, Table, json_bytes
+from foundations.files.json_content import Fields, Table, json_bytes, without_nulls
 
 ARGUMENTS_NAME = "megatron_arguments.txt"
 _STORAGES = {"fp32": "FloatStorage", "fp16": "HalfStorage", "bf16": "BFloat16Storage"}
@@ -132,7 +132,7 @@ def plan_torch_dist(source: ConversionPlan) -> ConversionPlan:
     shapes = {places[tensor.key]: tensor.shape for tensor in tensors}
     tokens = {"bos_token_id": config["start_id"], "eos_token_id": config["end_id"]}
     stated = json_table(source.extra_files.get(GENERATION_FILE, b"{}"), GENERATION_FILE)
-    stated = {key: value for key, value in stated.items() if value is not None}
+    stated = without_nulls(stated)
     checkpoint = {
         **source.extra_files,
         GENERATION_FILE: json_bytes({**tokens, **stated}),

@@ -17,7 +17,7 @@ from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Trai
 from export_scripts.families.mapping.names import KNOWN_NAMES
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import SourceMapping
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, without_nulls
 from foundations.files.yaml_content import read_table
 
 _FT_FAMILIES = (GPT, gptj.GPTJ, gptneox.GPTNEOX)
@@ -53,8 +53,7 @@ def _with_base(name: str, records: Mapping[str, Table]) -> Fields:
     base = _with_base(own.pop("base"), records) if "base" in own else {}
     for key, value in own.items():
         if isinstance(value, dict):
-            merged = {**base.get(key, {}), **value}
-            own[key] = {name: each for name, each in merged.items() if each is not None}
+            own[key] = without_nulls({**base.get(key, {}), **value})
     return {**base, **own}
 
 

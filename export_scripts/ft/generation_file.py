@@ -7,7 +7,7 @@ It is used as in vLLM (0.32, `ModelConfig.try_get_generation_config`): every end
 from pathlib import Path
 
 from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
-from foundations.files.json_content import Fields, json_object
+from foundations.files.json_content import Fields, json_object, without_nulls
 
 # Key in the file -> OpenAI's request field whose default it is.
 _DEFAULTS = {
@@ -38,5 +38,4 @@ def sampling_defaults(folder: Path) -> Fields:
     Raises OSError, or ValueError if the file is not a JSON object.
     """
     settings = generation_settings(folder)
-    stated = {field: settings.get(name) for name, field in _DEFAULTS.items()}
-    return {field: value for field, value in stated.items() if value is not None}
+    return without_nulls({field: settings.get(name) for name, field in _DEFAULTS.items()})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from export_scripts.families.layout.generation import GENERATION_FILE
 from foundations.files.json_content import Fields, json_object
+from foundations.suggest import matches_any
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ def is_replaced(name: str, given: Sequence[str]) -> bool:
     They replace files of the same name and of other kinds, which could be preferred to them.
     Settings are kept, and so are merges if only a vocabulary is given.
     """
-    kinds = [
-        patterns
-        for patterns in TOKENIZER_KINDS.values()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    ]
+    kinds = [patterns for patterns in TOKENIZER_KINDS.values() if matches_any(name, patterns)]
     is_same_kind = any(fnmatch.filter(given, pattern) for kind in kinds for pattern in kind)
     return bool(given) and bool(kinds) and (name in given or not is_same_kind)
 

@@ -1,7 +1,6 @@
 """Comparison of an FT folder with its config.ini, its family and its manifest."""
 
 import concurrent.futures
-import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
@@ -13,6 +12,7 @@ from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 from foundations.errors import CheckpointMismatchError
 from foundations.files.checksum import checksum_of
 from foundations.files.json_content import Fields, json_object
+from foundations.suggest import matches_any
 
 # Files whose checksums are computed at once: some are read from disk while others are summed.
 _READERS = 4
@@ -68,8 +68,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     return _size_problems(ft_dir, expected) | {
         name: f"{name} is not expected in a {kind}"
         for name in sorted(found)
-        if name not in expected
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
+        if name not in expected and not matches_any(name, tolerated)
     }
 
 

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from foundations.errors import first_names
 from foundations.files.checksum import sha256_of
+from foundations.suggest import matches_any
 
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
@@ -150,7 +150,7 @@ def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
     found = {}
     for path in sorted(repository.rglob("*")):
         name = path.relative_to(repository)
-        if any(fnmatch(path.name, pattern) for pattern in without):
+        if matches_any(path.name, without):
             continue
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             found[name.as_posix()] = path

@@ -60,6 +60,11 @@ def nested(value: Any, *keys: Any) -> Any:
     return value
 
 
+def without_nulls(table: Table) -> Fields:
+    """Return the entries of a table whose value is not None."""
+    return {name: value for name, value in table.items() if value is not None}
+
+
 def dotted(table: Table, prefix: str = "") -> Fields:
     """Return the values of nested tables by their dotted names."""
     out: Fields = {}

@@ -18,7 +18,7 @@ from export_scripts.families.layout.config import Layers, ini_field
 from export_scripts.families.layout.decoder import DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.sources import Copy, Get, Parts, Sources
-from foundations.files.json_content import Fields
+from foundations.files.json_content import Fields, without_nulls
 
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),
@@ -152,8 +152,7 @@ class DenseConfig(DecoderConfig):
     @property
     def rotary_scaling(self) -> Fields:
         """Parameters of rotary scaling by Hugging Face's names."""
-        values = {name: getattr(self, f"rotary_{name}") for name in _SCALING}
-        return {name: value for name, value in values.items() if value is not None}
+        return without_nulls({name: getattr(self, f"rotary_{name}") for name in _SCALING})
 
     @property
     def hidden(self) -> int:

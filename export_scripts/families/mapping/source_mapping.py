@@ -23,6 +23,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import Copy, Sources
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
+from foundations.suggest import matches_any
 
 # Separates, in a key, a tensor's name and the index of the entry of its first axis that is read.
 ENTRY = "#"
@@ -190,7 +191,7 @@ class SourceMapping:
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor is not converted."""
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.ignored)
+        return matches_any(key, self.ignored)
 
     def reasons(self, facts: Facts) -> list[str]:
         """Return every reason why the layout cannot hold a model, each with a checkpoint's path."""

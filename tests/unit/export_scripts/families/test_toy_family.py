@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pkgutil
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -127,7 +129,8 @@ def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily)
     fields = {field.name for field in dataclasses.fields(family.config)}
     for spec in family.layout:
         conditions = (each.removeprefix("not ").partition("=")[0] for each in spec.when)
-        for name in (*spec.shape, *conditions):
-            assert isinstance(name, int) or name in fields or hasattr(family.config, name), spec
+        sizes = (re.split(r"[*+]", size) for size in spec.shape if isinstance(size, str))
+        for name in (*itertools.chain.from_iterable(sizes), *conditions):
+            assert name in fields or hasattr(family.config, name), spec
         assert spec.split is None or 0 <= spec.split < len(spec.shape), spec
     assert len({(spec.name, spec.when) for spec in family.layout}) == len(family.layout)
