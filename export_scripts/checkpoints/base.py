@@ -168,6 +168,11 @@ StoredParts = tuple[StoredTensor, ...]
 IsAllowed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
 
 
+def rows_of(pieces: Sequence[Piece]) -> int:
+    """Return the number of rows of all pieces."""
+    return sum(piece.shape[0] for piece in pieces if piece.shape)
+
+
 def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
     """Return whether two lists of pieces are known to hold the same values.
 

@@ -20,7 +20,7 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, listed, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, is_count
 
 INDEX_NAME = ".metadata"
 
@@ -182,7 +182,7 @@ def _table(state: Table, key: str) -> Table:
 
 
 def _numbers(value: Any) -> Shape:
-    if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
+    if not isinstance(value, tuple) or not all(map(is_count, value)):
         raise _MalformedIndexError(f"{value!r:.80} in place of sizes")
     return value
 

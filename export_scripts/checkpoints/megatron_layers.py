@@ -24,6 +24,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
 from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.files.json_content import is_count
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -230,7 +231,7 @@ def _per_block(value: Any, key: str, layers: Sequence[int]) -> Any:
     """Return a setting with an entry for each block, that of the block's first layer."""
     if isinstance(value, list) and len(value) > max(layers):
         return [value[layer] for layer in layers]
-    if type(value) is int and value > 0:
+    if is_count(value, 1):
         return [_SHARED_PATTERNS[key](layer + 1, value) for layer in layers]
     return value
 

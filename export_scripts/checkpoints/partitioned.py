@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredParts, StoredTensor, same_values
 from foundations.errors import CheckpointMismatchError, first_names, refuse
-from foundations.files.json_content import Fields, Table, nested
+from foundations.files.json_content import Fields, Table, is_count, nested
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
@@ -71,7 +71,7 @@ def count_of(config: Table, key: str, *, default: int, where: object) -> int:
     """
     value = config.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
+    if not is_count(value, 1):
         raise CheckpointMismatchError(
             f"{where}: {key} is {value!r:.100}; expected a positive whole number"
         )

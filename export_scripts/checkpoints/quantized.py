@@ -33,7 +33,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
 from foundations.errors import CheckpointMismatchError, listed, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, is_count
 from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _pair(sizes: Any) -> Pair | None:
     if sizes is None:
         return None
     rows, columns = sizes
-    if not all(type(size) is int and size > 0 for size in (rows, columns)):
+    if not all(is_count(size, 1) for size in (rows, columns)):
         raise ValueError(f"blocks of {sizes}: expected two sizes")
     return rows, columns
 

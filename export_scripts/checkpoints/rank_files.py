@@ -40,7 +40,7 @@ from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Table, without_nulls
+from foundations.files.json_content import Table, is_count, without_nulls
 
 _Value = TypeVar("_Value")
 
@@ -161,7 +161,7 @@ def _dtensor_part(whole: Sequence[Any], values: Any, spec: Any) -> _Part | None:
 
 
 def _are_sizes(values: StoredTensor, numbers: Sequence[Any]) -> bool:
-    return len(numbers) == len(values.shape) and all(type(n) is int and n >= 0 for n in numbers)
+    return len(numbers) == len(values.shape) and all(map(is_count, numbers))
 
 
 def _sharded_axes(
@@ -369,7 +369,7 @@ def _merge_tp_ranks(
     refuse(listed(problems, f"{folder}: "))
     found = without_nulls(whole)
     refuse_holes(found, folder)
-    return {**found}
+    return found
 
 
 def _from_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | None:
@@ -377,7 +377,7 @@ def _from_boxes(stated: Any, shards: Sequence[Piece | None]) -> ChunkedTensor | 
     chunks: dict[ChunkOffset, Piece] = {}
     match stated:
         case {"logical_shape": [*sizes], "ranks": {**ranks}} if all(
-            type(size) is int and size > 0 for size in sizes
+            is_count(size, 1) for size in sizes
         ) and len(ranks) == len(shards):
             whole = tuple(sizes)
         case _:
@@ -444,7 +444,7 @@ def _shapes(tables: Any, file: Path) -> dict[str, Shape]:
     found = {}
     for table in tables if isinstance(tables, list) else (None,):
         for name, shape in table.items() if isinstance(table, Mapping) else (("", None),):
-            if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            if not isinstance(shape, list) or not all(map(is_count, shape)):
                 raise CheckpointMismatchError(
                     f"{file}: param_shapes has {shape!r:.80} for {name}: expected sizes"
                 )

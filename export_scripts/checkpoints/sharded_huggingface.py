@@ -57,7 +57,7 @@ from export_scripts.checkpoints.rank_files import (
 )
 from export_scripts.checkpoints.safetensors_file import read_safetensors
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Fields, Table, dotted, nested
+from foundations.files.json_content import Fields, Table, dotted, is_count, nested
 from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def _parts(name: str, rows: Piece, reader: CheckpointReader) -> NamedPieces:
         return {name: rows}
     names = match[1].split(",")
     counts = [1, 1] if len(names) == 2 else [_heads(reader, key) for key in "qkk"]
-    if any(type(count) is not int or count < 1 for count in counts) or rows.shape[0] % sum(counts):
+    if not all(is_count(count, 1) for count in counts) or rows.shape[0] % sum(counts):
         return {name: rows}
     size = rows.shape[0] // sum(counts)
     ends = itertools.accumulate(count * size for count in counts)
@@ -369,7 +369,7 @@ def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:
     Raises:
         CheckpointMismatchError: The rows do not divide into `heads` heads of an even size.
     """
-    if type(heads) is not int or heads < 1 or not rows.shape or rows.shape[0] % (2 * heads):
+    if not is_count(heads, 1) or not rows.shape or rows.shape[0] % (2 * heads):
         raise CheckpointMismatchError(
             f"{name} is {list(rows.shape)}, which {heads!r:.100} heads do not divide"
         )

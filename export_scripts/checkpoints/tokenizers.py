@@ -15,7 +15,7 @@ from export_scripts.checkpoints.base import Files, Region, json_file, read_small
 from export_scripts.checkpoints.containers import Container
 from export_scripts.sentencepiece_model import read_sentencepiece
 from foundations.errors import CheckpointMismatchError, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, is_count
 
 _MAX_ID = (1 << 32) - 1  # the tokenizers library's limit
 
@@ -97,7 +97,7 @@ def special_ids(files: Files) -> SpecialIds:
     stated = json_file(files[_GENERATION])
     ids = (stated.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
     firsts = (token[0] if isinstance(token, list) and token else token for token in ids)
-    return SpecialIds(*(token if type(token) is int and token >= 0 else None for token in firsts))
+    return SpecialIds(*(token if is_count(token) else None for token in firsts))
 
 
 def _ids_of_tokenizer(files: Files) -> SpecialIds:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from export_scripts.checkpoints.base import NO_CRC, Record, StoredTensor
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 from foundations.errors import CheckpointMismatchError
-from foundations.files.json_content import Fields
+from foundations.files.json_content import Fields, is_count
 
 # Objects of these packages become inert records; no code of theirs runs.
 _INERT_MODULES = (
@@ -211,7 +211,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
             raise pickle.UnpicklingError(f"unknown persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
         _check_type(kind)
-        if not isinstance(key, (str, int)) or type(count) is not int or count < 0:
+        if not isinstance(key, (str, int)) or not is_count(count):
             raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
         if self._place is None:
             raise pickle.UnpicklingError("it holds tensors")
@@ -254,7 +254,7 @@ def _rebuild_tensor(
     if (
         not isinstance(storage, Storage)
         or len(sizes) != len(steps)
-        or any(type(n) is not int or n < 0 for n in numbers)
+        or not all(map(is_count, numbers))
     ):
         raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
     if kind is not None:

@@ -36,6 +36,7 @@ from export_scripts.checkpoints.base import (
     StoredParts,
     Tensors,
     json_file,
+    rows_of,
 )
 from export_scripts.checkpoints.chunks import chunked
 from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
@@ -43,7 +44,7 @@ from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.checkpoints.sharded_huggingface import in_huggingface_names
 from export_scripts.conversion.request import PEFT_CONFIG
 from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
-from foundations.files.json_content import Table
+from foundations.files.json_content import Table, is_count
 from foundations.files.yaml_content import read_table
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ def _is_gated(key: str, tensors: Tensors) -> bool:
     if not key.endswith(_GATED):
         return False
     following = tensors.get(key.removesuffix(_GATED) + _FOLLOWING, ())
-    rows = sum(piece.shape[0] for piece in tensors[key])
+    rows = rows_of(tensors[key])
     return rows == 2 * sum(piece.shape[1] for piece in following if len(piece.shape) == 2)
 
 
@@ -461,7 +462,7 @@ def _open_adapter(
         down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0
         scale = alpha / rank if rank else 0.0
-        rows = sum(piece.shape[0] for piece in up if piece.shape)
+        rows = rows_of(up)
         blocks = _row_blocks(part, rows, base, reader, is_allowed, problems) if part else None
         update = Update(down, up, scale, axis, part=blocks)
         changes += _expert_updates(names, update) or [(names, update)]
@@ -511,7 +512,7 @@ def _row_blocks(
     if settings.get("group_query_attention") is False:
         groups = heads
     counts: Mapping[str, int] = {"q": heads, "k": groups, "v": groups}
-    if any(type(n) is not int or n < 1 for n in (heads, groups, ranks)) or rows % counts[part]:
+    if not all(is_count(n, 1) for n in (heads, groups, ranks)) or rows % counts[part]:
         problems.append(
             f"{adapter.path}: {rows} rows of an adapter of {part} do not fit {heads!r:.20} heads "
             f"in {groups!r:.20} groups of {base.path} on {ranks!r:.20} ranks"

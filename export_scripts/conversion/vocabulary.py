@@ -15,6 +15,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     json_file,
     read_small,
+    rows_of,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.sentencepiece_model import read_sentencepiece
@@ -52,13 +53,15 @@ def with_vocabulary(
             + ("; it has no tokenizer" if needed is None else f" or {OF_TOKENIZER}")
         )
     tables = {name: pieces for name, pieces in reader.tensors.items() if name.endswith(_TABLES)}
-    rows = max((_rows(pieces) for pieces in tables.values()), default=0)
+    rows = max((rows_of(pieces) for pieces in tables.values()), default=0)
     if not (needed or 0) <= size <= rows:
         raise CheckpointMismatchError(
             f"{reader.path}: --vocabulary={stated} keeps {size} rows: expected from {needed or 1} "
             f"(IDs of the tokenizer) to {rows} (rows of the model)"
         )
-    kept = {name: _first(pieces, size) for name, pieces in tables.items() if _rows(pieces) == rows}
+    kept = {
+        name: _first(pieces, size) for name, pieces in tables.items() if rows_of(pieces) == rows
+    }
     sizes = {key: size for key in _SIZES.get(reader.format, ()) if key in reader.config}
     return dataclasses.replace(
         reader,
@@ -66,10 +69,6 @@ def with_vocabulary(
         config={**reader.config, **sizes},
         remarks=(*reader.remarks, f"kept {size} of the {rows} rows of the vocabulary"),
     )
-
-
-def _rows(pieces: Pieces) -> int:
-    return sum(piece.shape[0] for piece in pieces if piece.shape)
 
 
 def _first(pieces: Pieces, size: int) -> Pieces:

@@ -35,7 +35,7 @@ from export_scripts.families.mapping.sources import (
     Rows,
     Sources,
 )
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields, Table, is_count
 
 EXPERT = "mlp.experts.{expert}."
 CORRECTION = "mlp.router.correction"
@@ -326,7 +326,7 @@ def balancing_reasons(traits: MegatronTraits) -> list[str]:
 def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
     """Return the layers without experts: from a list, or all but every n-th from the first."""
     stated, count = traits.source.get("moe_layer_freq", 1), traits.num_layer
-    if type(stated) is int and stated > 0:
+    if is_count(stated, 1):
         return tuple(number for number in range(count) if number % stated)
     if isinstance(stated, list) and len(stated) == count and set(stated) <= {0, 1}:
         return tuple(number for number, has_experts in enumerate(stated) if not has_experts)

@@ -19,7 +19,7 @@ from export_scripts.sentencepiece_model import (
     USER_DEFINED,
     WORD,
 )
-from foundations.files.json_content import json_object
+from foundations.files.json_content import is_count, json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -221,7 +221,7 @@ def gpt2_tokenizer(vocabulary: bytes, merges: str) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     ids = json_object(vocabulary, "vocab.json")
-    if not ids or not all(type(index) is int and index >= 0 for index in ids.values()):
+    if not ids or not all(map(is_count, ids.values())):
         raise ValueError("vocab.json is not a vocabulary: it is empty, or an id is not a number")
     lines = (line.rstrip("\r") for line in merges.split("\n"))
     pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]

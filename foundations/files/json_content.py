@@ -4,7 +4,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -58,6 +58,11 @@ def nested(value: Any, *keys: Any) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
+    """Return whether a value of unknown form is a whole number of at least `least`."""
+    return type(value) is int and value >= least
 
 
 def without_nulls(table: Table) -> Fields:

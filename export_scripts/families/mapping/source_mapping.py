@@ -14,6 +14,7 @@ from export_scripts.checkpoints.base import (
     Piece,
     ScaledPieces,
     Tensors,
+    rows_of,
     same_values,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
@@ -115,8 +116,7 @@ class Facts:
 
     def rows(self, key: str) -> int:
         """Return the number of rows of all pieces of a tensor; 0 if it is missing."""
-        pieces = self.pieces(key) if self.has(key) else ()
-        return sum(piece.shape[0] for piece in pieces if piece.shape)
+        return rows_of(self.pieces(key) if self.has(key) else ())
 
     def same_values(self, first: str, second: str) -> bool:
         """Return whether two tensors are known to have the same values."""
