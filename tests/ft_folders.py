@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
+from tests.json_files import read_json
 
 
 class OpenedFolder(FTReader):
@@ -31,7 +31,7 @@ def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp3
 
     It is the recorded one; where only its sums are kept, the source is converted.
     """
-    facts = json.loads((case / "case.json").read_text())
+    facts = read_json(case / "case.json")
     variant = next(
         v for v in facts["variants"] if v["tp"] == tp_size and v["weight_data_type"] == data_type
     )

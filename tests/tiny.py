@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.json_files import write_json
+
 NEMO = "model.language_model."
 
 # Axis on which training ranks cut a tensor, by the end of its name; others are replicated.
@@ -229,7 +231,7 @@ def write_megatron(
         file = folder / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
         file.mkdir(parents=True)
         torch.save(content, file / "model_optim_rng.pt")
-    (folder / "gpt2-vocab.json").write_text(json.dumps({"<|endoftext|>": 3}))
+    write_json(folder / "gpt2-vocab.json", {"<|endoftext|>": 3})
     (folder / "gpt2-merges.txt").write_text("#version: 0.2\n")
     return folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from tests.json_files import write_json
 
 # A tensor's name -> on how many ranks which axis was cut.
 Cuts = Mapping[str, tuple[int, int]]
@@ -34,7 +35,7 @@ def write_distributed(
     write_state(folder, state, threads)
     torch.save(dict(common), folder / "common.pt")
     metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    write_json(folder / "metadata.json", metadata)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.ft_folders import OpenedFolder
+from tests.json_files import read_json, write_json
 
 
 def copy_of(
@@ -24,9 +24,9 @@ def copy_of(
 ) -> Path:
     """Copy a folder with config.json and tensors changed; None removes a key or a tensor."""
     shutil.copytree(source, target)
-    settings = json.loads((target / "config.json").read_text()) | dict(config or {})
+    settings = read_json(target / "config.json") | dict(config or {})
     settings = {k: v for k, v in settings.items() if v is not None or k not in (config or {})}
-    (target / "config.json").write_text(json.dumps(settings))
+    write_json(target / "config.json", settings)
     if tensors:
         state = {**read_tensors(target), **tensors}
         for name in ("model.safetensors", "pytorch_model.bin"):
@@ -34,6 +34,13 @@ def copy_of(
         kept = {key: value.contiguous() for key, value in state.items() if value is not None}
         safetensors.torch.save_file(kept, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def assert_equal_tensors(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

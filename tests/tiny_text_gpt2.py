@@ -14,6 +14,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from tests.json_files import write_json
+
 MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "o n", "e r", "Ġ s")
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -49,7 +51,7 @@ def write_tiny_gpt2(target: Path, *, seed: int = 0, positions: int = 48) -> Path
         "bos_token_id": end,
         "eos_token_id": end,
     }
-    (target / "config.json").write_text(json.dumps(config))
+    write_json(target / "config.json", config)
     shapes: dict[str, tuple[int, ...]] = {
         "wte.weight": (len(vocab), h),
         "wpe.weight": (positions, h),

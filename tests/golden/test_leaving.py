@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert, folder_problems
 from tests.golden.test_shards import GOLDEN
+from tests.json_files import read_json
 
 # Models that Hugging Face cannot express, and the reason given.
 REFUSED = {
@@ -36,7 +36,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("folder", cases())
 def test_the_folder_has_the_logits_of_its_source(folder: Path, tmp_path: Path) -> None:
-    case, name = json.loads((folder / "case.json").read_text()), "/".join(folder.parts[-2:])
+    case, name = read_json(folder / "case.json"), "/".join(folder.parts[-2:])
     request = ConversionRequest(
         folder / case["source"],
         tmp_path,
@@ -54,13 +54,13 @@ def test_the_folder_has_the_logits_of_its_source(folder: Path, tmp_path: Path) -
         return
     written = convert(request).ft_dir
     assert folder_problems(written) == []
-    config = json.loads((written / "config.json").read_text())
+    config = read_json(written / "config.json")
     model, info = load(written, config["architectures"][0])
     assert not any(info.values()), info
     is_encoder = name.startswith("t5_encoder")
     recorded = folder / ("encoder_hidden.npy" if is_encoder else "logits.npy")
     if recorded.exists():
-        greedy = json.loads((folder / "greedy.json").read_text())
+        greedy = read_json(folder / "greedy.json")
         expected = np.load(recorded)
         found = outputs(model, greedy, len(expected), config, is_encoder=is_encoder)
         error = np.abs(found - expected.reshape(found.shape)).max() / np.abs(expected).max()

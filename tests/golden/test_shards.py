@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.validation import validate_directory
 from tests.conftest import SHARED
+from tests.json_files import read_json
 
 GOLDEN = SHARED / "golden"
 
@@ -103,7 +103,7 @@ _PATH_FIELDS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
 def cases() -> list[Any]:
     found = []
     for path in sorted(GOLDEN.glob("*/*/case.json")):
-        case = json.loads(path.read_text())
+        case = read_json(path)
         name = f"{path.parts[-3]}/{path.parts[-2]}"
         found += [
             pytest.param(path.parent, case, variant, id=f"{name}-{variant['label']}")

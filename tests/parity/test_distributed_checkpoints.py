@@ -11,6 +11,7 @@ import pytest
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.json_files import read_json
 from tests.megatron_core_checkpoints import Save, save_all
 from tests.rank_threads import logits_of
 
@@ -79,7 +80,7 @@ def test_folders_give_the_recorded_logits(
     shared: Path, saved: Path, tmp_path: Path, name: str
 ) -> None:
     case = archive(shared, name).parents[1]
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")
     folder = converted(saved / name, tmp_path, 2)
     found = logits_of(folder, prompt, tp_size=2, pp_size=1).numpy()

@@ -5,7 +5,6 @@ Models are random and tiny with sizes that are all different; transformers is th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.mapping.settings import ALL_ACTIVATIONS
 from inference.parallel.epilogue import activate, gemm_activation
+from tests.json_files import read_json, write_json
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS, VARIANTS, model_of
 
@@ -157,8 +157,8 @@ def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_pat
     base, changes = EDITED[name]
     build(base).save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
-    settings = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: v for key, v in settings.items() if v is not None}))
+    settings = read_json(path) | changes
+    write_json(path, {key: v for key, v in settings.items() if v is not None})
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", attn_implementation="eager"
     )

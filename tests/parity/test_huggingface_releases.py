@@ -6,7 +6,6 @@ SLIPWAY_TRANSFORMERS, interpreters separated as in PATH, about every model of th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.folder_answers import OTHERS, answered
+from tests.json_files import read_json
 from tests.parity.test_huggingface_families import DECODERS, IDS, TOLERANCE, build
 from tests.tiny_transformers import MIXTURES, ROTARY, VARIANTS, write_model
 
@@ -108,7 +108,7 @@ SPELLED: Mapping[str, Mapping[str, Any]] = {
 def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path: Path) -> None:
     build(name).save_pretrained(tmp_path / "source")
     folder = through_shards(tmp_path / "source", tmp_path)
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json")
     assert {key: settings.get(key, "absent") for key in SPELLED[name]} == SPELLED[name]
     assert settings["torch_dtype"] == "float32"
 

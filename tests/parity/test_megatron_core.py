@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.json_files import read_json
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
@@ -26,7 +26,7 @@ def test_folder_gives_the_recorded_logits(
     shared: Path, tmp_path: Path, name: str, tp_size: int
 ) -> None:
     case = shared / "golden" / "gpt_mcore" / name
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")
     request = ConversionRequest(
         checkpoint_path=case / "source" / "model.nemo",

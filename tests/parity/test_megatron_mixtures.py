@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import transformers
 import yaml
 
 from export_scripts.conversion.convert import check_conversion, convert
+from tests.json_files import read_json
 from tests.megatron_core_mixtures import LENGTH, MODELS, SIZES, Mixture, save_all
 from tests.tiny_huggingface import read_tensors
 from tests.unit.export_scripts.conversion.test_mixtures import request
@@ -114,7 +114,7 @@ def error(folder: Path, expected: Path) -> float:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_way_of_cutting_gives_the_logits(name: str, saved: Path, tmp_path: Path) -> None:
     folder = convert(request(saved / name, tmp_path / "whole")).ft_dir
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     assert config["model_type"] == name
     assert READ_BY_VLLM.get(name, {}).items() <= config.items()
     assert error(folder, saved / f"{name}.pt") < TOLERANCE
@@ -173,5 +173,5 @@ def test_each_setting_is_written_or_refused(number: int, saved: Path, tmp_path: 
         assert words in "\n".join(check_conversion(asked))
         return
     folder = convert(asked).ft_dir
-    assert json.loads((folder / "config.json").read_text())["model_type"] == words
+    assert read_json(folder / "config.json")["model_type"] == words
     assert error(folder, saved / f"{number}.pt") < TOLERANCE

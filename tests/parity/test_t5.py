@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conftest import material
 from tests.ft_folders import unpack_case
+from tests.json_files import read_json
 from tests.rank_threads import encoded_by, logits_by
 from tests.t5_reference import Reference
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
@@ -49,7 +49,7 @@ def difference(ours: torch.Tensor, theirs: Any) -> float:
 
 
 def recorded(case: Path) -> tuple[list[int], list[int]]:
-    facts = json.loads((case / "greedy.json").read_text())
+    facts = read_json(case / "greedy.json")
     start = facts.get("decoder_start_token_id", 0)
     return facts["prompt"], [start, *facts["continuation"][:-1]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
+from tests.json_files import write_json
 from tests.tiny import tiktoken_list
 from tests.tiny_distributed import write_distributed
 from tests.unit.export_scripts.checkpoints.test_distributed import (
@@ -90,9 +90,9 @@ def write_bridge(
     (folder / "run_config.yaml").write_text(run_config(model))
     (folder / "tokenizer").mkdir()
     tokens = [{"content": "<s>", "id": 50}, {"content": "</s>", "id": 51}]
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    write_json(folder / "tokenizer" / "tokenizer.json", {"added_tokens": tokens})
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(folder / "tokenizer" / "tokenizer_config.json", settings)
     for name in (folder / "train_state.pt", run / "latest_train_state.pt"):
         torch.save({"step": torch.tensor(step, dtype=torch.int32), "do_train": True}, name)
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import resource
 import shutil
@@ -23,6 +22,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
+from tests.json_files import write_json
 from tests.tiny import write_tar
 from tests.tiny_distributed import megatron_common, sharded, write_distributed, write_state
 from tests.tiny_megatron_core import CORE, core_state, write_core
@@ -236,7 +236,7 @@ def test_the_latest_iteration_of_a_run_is_taken(state: Tensors, tmp_path: Path) 
 def test_nemo_archives_hold_distributed_weights(state: Tensors, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "unpacked"
     write(folder / "model_weights", state, prefix="model.", common={"step": 1})
-    (folder / "model_config.yaml").write_text(json.dumps(CORE))
+    write_json(folder / "model_config.yaml", CORE)
     source = folder / ("model_weights" if kind.startswith("weights") else "")
     if kind in ("tar", "gzip"):
         files = [file for file in folder.rglob("*") if file.is_file()]
@@ -266,9 +266,9 @@ def write_nemo2(folder: Path, state: Tensors, *, stacked: bool = True, **changes
     model = CONTEXT | {"config": {**CONTEXT["config"], **changes}}  # type: ignore[dict-item]
     (context / "model.yaml").write_text(yaml.safe_dump(model))
     tokens = [{"content": "<s>", "id": 50}, {"content": "</s>", "id": 51}]
-    (context / "nemo_tokenizer" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    write_json(context / "nemo_tokenizer" / "tokenizer.json", {"added_tokens": tokens})
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    (context / "nemo_tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(context / "nemo_tokenizer" / "tokenizer_config.json", settings)
     return folder
 
 

@@ -15,13 +15,15 @@ import torch
 from export_scripts.checkpoints import open_checkpoint
 from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
+from tests.json_files import write_json
+from tests.tiny_huggingface import assert_equal_tensors
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.ones(5, dtype=torch.bfloat16)}
 
 
 def folder(path: Path, files: dict[str, Any], config: Any = None) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config or {"model_type": "gpt2"}))
+    write_json(path / "config.json", config or {"model_type": "gpt2"})
     for name, content in files.items():
         if name.endswith(".safetensors"):
             safetensors.torch.save_file(content, path / name)
@@ -53,8 +55,7 @@ def test_single_and_indexed_files_read_alike(tmp_path: Path, suffix: str, indexe
         }
         files |= {f"{stem}.{suffix}.index.json": index_of(files)}
     found = values(folder(tmp_path / "m", files))
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[key], TENSORS[key]) for key in TENSORS)
+    assert_equal_tensors(found, TENSORS)
 
 
 def test_safetensors_is_preferred(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path: Path, place: s
     )
     if place == "index":
         index = index_of({"model-1.safetensors": TENSORS}) | {"metadata": aliases}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        write_json(path / "model.safetensors.index.json", index)
     found = values(path)
     assert found.keys() == {*TENSORS, "tied"}
     assert torch.equal(found["tied"], TENSORS["a"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from foundations.errors import CheckpointMismatchError
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits
-from tests.tiny_huggingface import copy_of, read_tensors
+from tests.json_files import read_json, write_json
+from tests.tiny_huggingface import assert_equal_tensors, copy_of, read_tensors
 from tests.tiny_transformers import write_model
 
 Tensors = dict[str, torch.Tensor]
@@ -242,7 +242,7 @@ def test_weights_are_widened_by_the_library_s_formula(
 ) -> None:
     source, expected = quantised(original, tmp_path / "source", form)
     folder = convert(request(source, tmp_path, kind)).ft_dir
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in read_json(folder / "config.json")
     found = read_tensors(folder)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -265,11 +265,11 @@ def test_transformers_computes_the_same_of_block_scaled_weights(
 
 def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_path: Path) -> None:
     source, expected = quantised(original, tmp_path / "source", "modelopt")
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     del config["quantization_config"]
-    (source / "config.json").write_text(json.dumps(config))
+    write_json(source / "config.json", config)
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-    (source / "hf_quant_config.json").write_text(json.dumps(stated))
+    write_json(source / "hf_quant_config.json", stated)
     found = read_tensors(convert(request(source, tmp_path)).ft_dir)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -300,8 +300,7 @@ def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original: Path, tmp_path:
     wide = torch.cat([reader.read(name, rank) for rank in range(tp_size)])
     assert torch.equal(wide, expected[key].T)
     found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_equal_tensors(found, expected)
 
 
 def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(

@@ -32,8 +32,9 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
+from tests.json_files import read_json, write_json
 from tests.tiny_distributed import sharded, write_state
-from tests.tiny_huggingface import read_tensors
+from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import model_of, write_model
 from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents, refusal
 from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
@@ -303,7 +304,7 @@ def test_names_and_rows_of_torchtitan_become_the_model_s(
     tmp_path: Path, kind: str, older: bool
 ) -> None:
     model = write_model(kind, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     tensors = titan(read_tensors(model), heads if kind == "llama" else {}, older=older)
     folder = tmp_path / "step-1000"
@@ -334,8 +335,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     copy_settings(model, folder)
     request = ConversionRequest(folder, tmp_path / "out", 1, "fp32", output_format="huggingface")
     found = read_tensors(convert(request).ft_dir)
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    assert_equal_tensors(found, whole)
     biased = tmp_path / "step-6"
     save_alone(biased, {**state, "layers.0.moe.expert_bias_E": torch.ones(6)})
     copy_settings(model, biased)
@@ -351,10 +351,10 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
 def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-1000"
     save_alone(folder, dict(titan(read_tensors(model), {}, older=False)))
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    config = read_json(model / "config.json")
+    write_json(folder / "config.json", config | {"model_type": "mistral"})
     assert "model_type = 'mistral'" in refusal(folder, tmp_path)
-    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+    write_json(folder / "config.json", config | {"num_attention_heads": 5})
     assert "which 5 heads do not divide" in refusal(folder, tmp_path)
 
 
@@ -433,7 +433,7 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
     """Its settings must be those of config.json, which it copies from where the tokenizer was."""
     model = write_model(kind, tmp_path / "model")
     whole = read_tensors(model)
-    config = json.loads((model / "config.json").read_text())
+    config = read_json(model / "config.json")
     joined = {}
     for name, tensor in whole.items():
         if "self_attn.q_proj" in name:
@@ -471,7 +471,7 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
     text = refusal(folder, tmp_path / "refused")
     assert "rope_base = 7; expected " in text
     assert "rope_adjustments.factor = 8.0; expected None, rope_scaling.factor of " in text
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
+    write_json(folder / "config.json", config | {"model_type": "gpt_neox"})
     text = refusal(folder, tmp_path / "refused")
     assert "convert it with `litgpt convert_from_litgpt" in text
     (folder / "config.json").unlink()
@@ -580,7 +580,7 @@ def test_the_settings_belong_to_what_was_converted(model: Path, tmp_path: Path) 
     assert recognise_format(source) == "torch_dcp"
     converted(source, tmp_path / "out")
     path = tmp_path / "run" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5e5}))
+    write_json(path, read_json(path) | {"rope_theta": 5e5})
     with pytest.raises(ValueError, match="holds another conversion"):
         converted(source, tmp_path / "out")
 
@@ -688,8 +688,7 @@ def test_experts_of_stage_3_are_read_one_by_one(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     whole, again = map(read_tensors, made)
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert_equal_tensors(whole, again)
 
 
 # prime-rl, trainer/models/glm4_moe/converting_glm4_moe.py.
@@ -755,8 +754,7 @@ def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
         )
         for name, source in (("expected", model), ("out", run))
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_equal_tensors(found, expected)
 
 
 @pytest.mark.parametrize("is_universal", [False, True])
@@ -996,9 +994,8 @@ def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_pat
     folder = convert(request).ft_dir
     expected = read_tensors(model)
     found = read_tensors(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
-    settings = [json.loads((each / "config.json").read_text()) for each in (model, folder)]
+    assert_equal_tensors(found, expected)
+    settings = [read_json(each / "config.json") for each in (model, folder)]
     both = settings[0].keys() & settings[1].keys() - {"dtype", "transformers_version"}
     assert {key: settings[0][key] for key in both} == {key: settings[1][key] for key in both}
 
@@ -1016,6 +1013,6 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
         other = write_model(name, tmp_path / name)
         assert reason in refusal(source, tmp_path, model_config=other)
     other = write_model("qwen2", tmp_path / "unknown")
-    text = json.loads((other / "config.json").read_text()) | {"logit_twist": 2.0}
-    (other / "config.json").write_text(json.dumps(text))
+    text = read_json(other / "config.json") | {"logit_twist": 2.0}
+    write_json(other / "config.json", text)
     assert "logit_twist = 2.0 is not known" in refusal(source, tmp_path, model_config=other)

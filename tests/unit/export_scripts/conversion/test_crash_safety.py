@@ -26,6 +26,7 @@ from export_scripts.ft.writer import FTWriter, WorkPaths
 from foundations.errors import CheckpointMismatchError
 from foundations.files.disk import full_disk
 from foundations.files.lock import folder_lock
+from tests.json_files import read_json
 from tests.tiny import TinyGPT, gpt_tensors, write_nemo
 
 # Large enough that kills land everywhere, small enough for a test.
@@ -253,7 +254,7 @@ def test_a_kill_after_the_last_rename_is_recognised_as_finished(
 ) -> None:
     convert(request(source, tmp_path))
     paths = WorkPaths(ft_directory(tmp_path, 3))
-    identity = json.loads(paths.manifest.read_text())["identity"]
+    identity = read_json(paths.manifest)["identity"]
     paths.journal.write_text(json.dumps(identity) + "\n")
     assert convert(request(source, tmp_path)).already_done
     assert not paths.journal.exists()
@@ -358,7 +359,7 @@ def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_records_files_tensors_and_source(source: Path, tmp_path: Path) -> None:
     summary = convert(request(source, tmp_path))
-    manifest = json.loads((tmp_path / "3-gpu.manifest.json").read_text())
+    manifest = read_json(tmp_path / "3-gpu.manifest.json")
     assert set(manifest["files"]) == {path.name for path in summary.ft_dir.iterdir()}
     qkv = manifest["tensors"]["model.layers.1.attention.query_key_value.weight"]
     name = "model.language_model.encoder.layers.1.self_attention.query_key_value.weight"

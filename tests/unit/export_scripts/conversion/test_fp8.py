@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from export_scripts.numeric.narrowing import fp8_bytes, to_fp8
 from foundations.errors import CheckpointMismatchError
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
+from tests.json_files import read_json
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits
 
@@ -81,7 +81,7 @@ def test_a_folder_reads_back_as_its_rounded_values(form: str, tmp_path: Path) ->
         each = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
         expected = (tensor / each).to(torch.float8_e4m3fn).float() * each
         torch.testing.assert_close(wide[name], expected, rtol=1e-6, atol=0)
-    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings = read_json(folder / "config.json")["quantization_config"]
     left = settings.get("modules_to_not_convert") or settings["ignore"]
     assert left == ["model.embed_tokens", "lm_head"]
     options = CertifySection(
@@ -156,7 +156,7 @@ def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_pat
     tensors = load_file(done.ft_dir / WEIGHTS_NAME)
     narrow = {name for name, each in tensors.items() if each.dtype == torch.float8_e4m3fn}
     assert {name.split(".")[3] for name in narrow} == {"mlp"}
-    settings = json.loads((done.ft_dir / "config.json").read_text())["quantization_config"]
+    settings = read_json(done.ft_dir / "config.json")["quantization_config"]
     assert "model.layers.1.self_attn.q_proj" in settings["modules_to_not_convert"]
     assert any("self_attn.q_proj" in remark for remark in done.remarks)
 

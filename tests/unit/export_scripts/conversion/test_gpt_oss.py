@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from export_scripts.conversion.convert import check_conversion, convert, folder_problems
 from export_scripts.ft.validation import read_manifest
-from tests.tiny_huggingface import read_tensors
+from tests.json_files import read_json, write_json
+from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits, request
 
@@ -40,7 +40,7 @@ def changed(
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
+    write_json(config, {**read_json(config), **settings})
     return folder
 
 
@@ -65,8 +65,7 @@ MXFP4: Mapping[str, Any] = {
 def test_the_folder_has_the_bytes_of_its_source(plain: Path, tmp_path: Path) -> None:
     folder = convert(request(plain, tmp_path)).ft_dir
     mine, theirs = read_tensors(folder), read_tensors(plain)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert_equal_tensors(mine, theirs)
     assert folder_problems(folder) == []
     torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=0)
     made = read_manifest(folder)["tensors"][f"{FIRST}gate_up_proj"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from export_scripts.families.mapping import sources
 from inference.certify.certificate import Certificate
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
+from tests.json_files import read_json
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -30,7 +30,7 @@ from tests.tiny import (
     write_nemo,
 )
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import copy_of, read_tensors
+from tests.tiny_huggingface import assert_equal_tensors, copy_of, read_tensors
 from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_transformers import MODELS, write_model
 
@@ -175,7 +175,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     found = {}
-    for key, name in json.loads(index.read_text())["weight_map"].items():
+    for key, name in read_json(index)["weight_map"].items():
         with safe_open(folder / name, "pt") as file:
             found[key] = file.get_tensor(key)
     return found
@@ -218,7 +218,7 @@ def edited(shards: Path, settings_: Mapping[str, str]) -> Path:
 def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path: Path) -> None:
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
     folder = way_out(edited(shards, NO_FINAL_NORM), tmp_path)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "opt"
+    assert read_json(folder / "config.json")["model_type"] == "opt"
     assert folder_problems(folder) == []
 
 
@@ -357,7 +357,7 @@ def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
     source = megatron_forms(tmp_path)[form]
     ids = () if form in ("nemo", "megatron") else (("start_id", "1"), ("end_id", "2"))
     folder = way_out(source, tmp_path / form, given=ids)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     assert config["model_type"] == ("llama" if ids else "gpt2")
     assert_equal(certified(source, folder, tmp_path, given=ids))
 
@@ -396,7 +396,7 @@ def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path:
     named = config.read_text().split("\n")
     config.write_text("\n".join("model_name =" if "model_name" in x else x for x in named))
     (tmp_path / "2-gpu.manifest.json").unlink()
-    assert json.loads((way_out(shards, tmp_path) / "config.json").read_text())["n_head"] == 4
+    assert read_json(way_out(shards, tmp_path) / "config.json")["n_head"] == 4
 
 
 def wide_heads(path: Path) -> Path:
@@ -451,5 +451,4 @@ def test_an_interrupted_folder_is_continued(
     assert done > 0
     assert summary.written_bytes < sum(f.stat().st_size for f in summary.ft_dir.glob("*.safe*"))
     found = tensors_of(summary.ft_dir)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_equal_tensors(found, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.layout import manifest_path
 from foundations.errors import CheckpointMismatchError
+from tests.json_files import read_json, write_json
 from tests.tiny_transformers import MODELS, write_model
 
 # Settings that the new folder has of its own.
@@ -35,13 +35,13 @@ def through_shards(source: Path, output: Path, **more: Any) -> Path:
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    table = json.loads((folder / name).read_text())
+    table = read_json(folder / name)
     return {key: value for key, value in table.items() if key not in OWN}
 
 
 def changed(source: Path, **changes: Any) -> Path:
     path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_json(path, read_json(path) | changes)
     return source
 
 
@@ -92,7 +92,7 @@ def neox_release(shared: Path, source: Path) -> Path:
 def gptj_release(shared: Path, source: Path) -> Path:
     shutil.copytree(shared / "golden/gptj_slim/tiny/source", source)
     stated = {"n_heads": 4, "seq": 96, "pe_rotary_dims": 4}
-    (source / "6B_roto_256.json").write_text(json.dumps(stated))
+    write_json(source / "6B_roto_256.json", stated)
     return source
 
 
@@ -119,9 +119,9 @@ def shards_with(source: Path, output: Path, kept: Any) -> Path:
     """Return shards whose manifest holds other settings than their source's."""
     shards = written(source, output, "fastertransformer")
     path = manifest_path(shards)
-    table = json.loads(path.read_text())
+    table = read_json(path)
     table["source"]["settings"] = kept
-    path.write_text(json.dumps(table))
+    write_json(path, table)
     return shards
 
 

@@ -20,6 +20,7 @@ from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import peft_problems
 from foundations.errors import CheckpointMismatchError
+from tests.json_files import read_json, write_json
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -242,7 +243,7 @@ def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None
     request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
     done = convert(request)
     assert any("took 2 low-rank updates" in remark for remark in done.remarks)
-    manifest = json.loads((tmp_path / "f" / "2-gpu.manifest.json").read_text())
+    manifest = read_json(tmp_path / "f" / "2-gpu.manifest.json")
     assert [each["path"] for each in manifest["lora"]] == [str(adapter)]
     assert convert(request).already_done
     with pytest.raises(CheckpointMismatchError, match="another conversion"):
@@ -255,7 +256,7 @@ def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None
 
 def edit(adapter: Path, **changes: Any) -> None:
     path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    write_json(path, read_json(path) | changes)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
     plain = {name: tensor.flip(0) for name, tensor in ours.items()}
     save_file(plain, adapter / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ALL_LLAMA}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    write_json(adapter / "adapter_config.json", settings)
     # AutoModel's folder has an adapter in model/.
     (tmp_path / "epoch_0").mkdir()
     adapter.rename(tmp_path / "epoch_0" / "model")

@@ -22,6 +22,7 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from foundations.errors import CheckpointMismatchError
+from tests.json_files import read_json
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -85,7 +86,7 @@ def written(base: Path, whole: Path, tmp: Path, adapter: Path, **fields: Any) ->
     assert_near(logits(merged), expected)
     assert_near(logits(plain, folder), expected)
     assert (logits(plain) - expected).abs().max() > 0.01 * expected.abs().max()
-    return json.loads((folder / "adapter_config.json").read_text())
+    return read_json(folder / "adapter_config.json")
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])

@@ -20,6 +20,7 @@ from export_scripts.checkpoints.tokenizers import check_outside_files
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.conversion.request import OPTION_NAMES
 from foundations.errors import CheckpointMismatchError
+from tests.json_files import read_json, write_json
 from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
 
 QKV = NEMO + "encoder.layers.1.self_attention.query_key_value.weight"
@@ -398,7 +399,7 @@ def test_a_message_does_not_repeat_a_value_of_any_length(
     source = tmp_path / "model"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: "x" * 100_000}))
+    write_json(path, read_json(path) | {key: "x" * 100_000})
     text = refusal(source, tmp_path)
     assert key in text or "model type" in text
     assert len(text) < 10_000
@@ -478,7 +479,7 @@ def test_a_path_of_no_known_format_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_unknown_hugging_face_architecture_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    write_json(tmp_path / "config.json", {"model_type": "mamba"})
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     text = refusal(tmp_path, tmp_path)
     assert "of an unknown architecture (model type mamba" in text

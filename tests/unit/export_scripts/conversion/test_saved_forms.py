@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import safetensors.torch
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.json_files import write_json
 
 State = dict[str, torch.Tensor]
 PREFIX = "transformer."
@@ -46,7 +46,7 @@ def saved(folder: Path, config: Path, files: dict[str, Any], *, legacy: bool = F
     shutil.copy(config, folder / "config.json")
     for name, content in files.items():
         if name.endswith(".json"):
-            (folder / name).write_text(json.dumps(content))
+            write_json(folder / name, content)
         elif name.endswith(".safetensors"):
             safetensors.torch.save_file(content, folder / name, {"format": "pt", "by": "someone"})
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from foundations.errors import CheckpointMismatchError
+from tests.json_files import read_json
+from tests.tiny_huggingface import assert_equal_tensors
 from tests.tiny_transformers import write_model
 
 # Those whose names come back: others are Llamas in Megatron-LM.
@@ -61,9 +62,8 @@ def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path: Path) ->
     assert folder_problems(there) == []
     back = convert(request(there, tmp_path / "out", "huggingface")).ft_dir
     one, other = tensors(source), tensors(back)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-    settings = [json.loads((folder / "config.json").read_text()) for folder in (source, back)]
+    assert_equal_tensors(one, other)
+    settings = [read_json(folder / "config.json") for folder in (source, back)]
     assert settings[0]["model_type"] == settings[1]["model_type"]
     assert settings[0]["eos_token_id"] == settings[1]["eos_token_id"]
 

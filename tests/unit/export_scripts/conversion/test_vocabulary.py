@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.json_files import read_json, write_json
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_megatron_core import core_state
 from tests.tiny_transformers import write_model
@@ -40,7 +40,7 @@ def test_a_folder_has_the_first_rows_alone(name: str, tmp_path: Path) -> None:
     for key, tensor in found.items():
         assert torch.equal(tensor, whole[key][: len(tensor)])
         assert len(tensor) == (KEPT if len(whole[key]) == ROWS else len(whole[key])), key
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == KEPT
+    assert read_json(folder / "config.json")["vocab_size"] == KEPT
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -60,10 +60,10 @@ def test_shards_of_training_ranks_have_the_first_rows_alone(tmp_path: Path, tp_s
 def test_the_size_may_be_the_tokenizer_s(tmp_path: Path) -> None:
     source = write_model("gpt2", tmp_path / "model", vocab_size=ROWS)
     words = {f"w{number}": number for number in range(KEPT)}
-    (source / "vocab.json").write_text(json.dumps(words))
+    write_json(source / "vocab.json", words)
     (source / "merges.txt").write_text("#version: 0.2\n")
     folder = written(source, tmp_path / "out", vocabulary="tokenizer", allow=("tokenizer",))
-    assert json.loads((folder / "config.json").read_text())["vocab_size"] == KEPT
+    assert read_json(folder / "config.json")["vocab_size"] == KEPT
     expected = rf"expected from {KEPT} \(IDs of the tokenizer\) to {ROWS}"
     with pytest.raises(ValueError, match=expected):
         written(source, tmp_path / "less", vocabulary=str(KEPT - 1), allow=("tokenizer",))

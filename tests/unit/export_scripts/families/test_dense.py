@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.ft.generation_file import generation_settings
 from inference.engine.engine import Engine, Placement
+from tests.json_files import write_json
 from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {
@@ -54,7 +54,7 @@ def tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 def write_llama(folder: Path, **changes: Any) -> Path:
     config = CONFIG | changes
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     safetensors.torch.save_file(tensors(config), folder / "model.safetensors")
     return folder
 
@@ -221,7 +221,7 @@ def test_token_ids_set_to_null_are_looked_for_elsewhere(
     tmp_path: Path, generation: dict[str, Any], given: Any, expected: tuple[int, int]
 ) -> None:
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
-    (source / "generation_config.json").write_text(json.dumps(generation))
+    write_json(source / "generation_config.json", generation)
     config = converted(source, tmp_path / "out", given=given).config
     assert (config.start_id, config.end_id) == expected
 
@@ -252,7 +252,7 @@ def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(
 ) -> None:
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
     added = {"added_tokens": [{"id": token, "content": "</s>"}]}
-    (source / "tokenizer.json").write_text(json.dumps(added))
+    write_json(source / "tokenizer.json", added)
     (source / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     words = f"added token '</s>' has the id {token}, which the tokenizers library refuses"
     assert words in problems_of(source, tmp_path)
@@ -301,11 +301,11 @@ def test_the_folder_names_every_token_that_ends_an_answer(
 ) -> None:
     source = write_llama(tmp_path / "s", **files["config"])
     if "generation" in files:
-        (source / "generation_config.json").write_text(json.dumps(files["generation"]))
+        write_json(source / "generation_config.json", files["generation"])
     if "token" in files:
         added = {"added_tokens": [{"id": 5, "content": files["token"]}]}
-        (source / "tokenizer.json").write_text(json.dumps(added))
-        (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": files["token"]}))
+        write_json(source / "tokenizer.json", added)
+        write_json(source / "tokenizer_config.json", {"eos_token": files["token"]})
     given = files.get("given", ())
     convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
     folder = tmp_path / "out" / "1-gpu"
@@ -318,5 +318,5 @@ def test_the_folder_names_every_token_that_ends_an_answer(
 @pytest.mark.parametrize("value", ["</s>", [2, None], {"id": 2}, True, [1 << 40]])
 def test_an_end_token_that_is_no_token_is_refused(tmp_path: Path, value: Any) -> None:
     source = write_llama(tmp_path / "s", eos_token_id=2)
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    write_json(source / "generation_config.json", {"eos_token_id": value})
     assert "eos_token_id" in problems_of(source, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 from export_scripts.inspect import describe
+from tests.json_files import write_json
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -287,7 +287,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 def write_config(folder: Path, settings: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings))
+    write_json(folder / "config.json", settings)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
 from tests.ft_folders import OpenedFolder
+from tests.json_files import write_json
 from tests.tiny import (
     NEMO,
     TinyGPT,
@@ -249,7 +249,7 @@ def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path: Path) -> None:
 
 def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -> None:
     vocab = tmp_path / "my-vocab.json"
-    vocab.write_text(json.dumps({"<|endoftext|>": 9}))
+    write_json(vocab, {"<|endoftext|>": 9})
     ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=vocab)
     assert ft.config.end_id == 9
     assert (ft.path / "vocab.json").read_bytes() == vocab.read_bytes()
@@ -258,7 +258,7 @@ def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -
 
 def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Path) -> None:
     given = tmp_path / "20B_tokenizer.json"
-    given.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}}}))
+    write_json(given, {"version": "1.0", "model": {"type": "BPE", "vocab": {}}})
     ids = (("start_id", "0"), ("end_id", "0"))
     folder = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given, given=ids).path
     assert (folder / "tokenizer.json").read_bytes() == given.read_bytes()

@@ -6,7 +6,6 @@ Models that megatron-core itself has saved are in tests/parity/test_hybrid_check
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from safetensors.torch import save_file
 
 from export_scripts.conversion.convert import check_conversion, convert, folder_problems
 from export_scripts.inspect import describe
+from tests.json_files import read_json, write_json
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import read_tensors
+from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 from tests.unit.export_scripts.checkpoints.test_distributed import write_nemo2
@@ -123,8 +123,7 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path: Path) -> None:
     assert "model type nemotron_h" in " ".join(facts["can be"])
     again = convert(request(made, tmp_path / "again")).ft_dir
     found, expected = read_tensors(again), read_tensors(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_equal_tensors(found, expected)
 
 
 def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
@@ -231,7 +230,7 @@ def test_settings_of_transformers_come_back(
 ) -> None:
     folder = original(tmp_path, **changes)
     made = convert(request(folder, tmp_path)).ft_dir
-    config = json.loads((made / "config.json").read_text())
+    config = read_json(made / "config.json")
     assert written.items() <= config.items()
     torch.testing.assert_close(logits(made), logits(folder), rtol=0, atol=0)
 
@@ -246,9 +245,9 @@ def test_settings_that_change_the_function_are_refused_by_name(
 ) -> None:
     folder = original(tmp_path)
     file = folder / "config.json"
-    config = json.loads(file.read_text()) | {setting: value}
+    config = read_json(file) | {setting: value}
     if setting == "hybrid_override_pattern":
         del config["layers_block_type"]
-    file.write_text(json.dumps(config))
+    write_json(file, config)
     text = "\n".join(check_conversion(request(folder, tmp_path / "out")))
     assert f"{setting} = {value!r}" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.json_files import read_json, write_json
 from tests.tiny_huggingface import read_tensors
 
 _TEXT: Mapping[str, Any] = {
@@ -84,9 +84,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     change(config)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -105,7 +105,7 @@ def _logits(folder: Path, kind: Any) -> torch.Tensor:
 def test_texts_have_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     source = write_whole(name, tmp_path / "source")
     done = convert(_request(source, tmp_path / "out"))
-    kind = json.loads((done.ft_dir / "config.json").read_text())["model_type"]
+    kind = read_json(done.ft_dir / "config.json")["model_type"]
     assert kind == MODELS[name][-1]
     assert any(name in each and "tensors of images" in each for each in done.remarks)
     torch.testing.assert_close(

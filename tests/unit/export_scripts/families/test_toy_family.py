@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import pkgutil
 import re
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource
 from export_scripts.ft import config_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
+from tests.json_files import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_MAPPING, *table.SOURCE_MAPPINGS))
     tensors = {"emb": torch.randn(7, 6)}
     tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "toy", "heads": 2, "layers": 2})
-    )
+    write_json(tmp_path / "config.json", {"model_type": "toy", "heads": 2, "layers": 2})
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     folder = convert(ConversionRequest(tmp_path, tmp_path / "out", 2, "fp32")).ft_dir
     assert validate_directory(folder) == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from export_scripts.ft.identity import checkpoint_hash, served_identity
 from export_scripts.ft.layout import manifest_path
 from foundations import __version__
 from tests.ft_folders import write_gpt
+from tests.json_files import write_json
 
 
 def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path: Path) -> No
     found = []
     for crc in ("00000001", "00000002", "00000001"):
         files["model.wte.bin"]["crc32"] = crc
-        manifest_path(folder).write_text(json.dumps({"files": files, "made_at": crc}))
+        write_json(manifest_path(folder), {"files": files, "made_at": crc})
         found.append(checkpoint_hash(folder))
     assert found[0] == found[2] != found[1]
     other = folder.rename(folder.with_name("b"))
