@@ -96,7 +96,7 @@ def model_tensors(index: ShardedIndex) -> ChunkedTensors:
     """
     found = {
         name: tensor
-        for name, tensor in index.tensors(_belongs_to_model).items()
+        for name, tensor in index.tensors(lambda name: not _TRAINING.search(name)).items()
         if tensor.shape or tensor.dtype in FLOATING_TYPES  # an integer scalar counts steps
     }
     where = str(index.container)
@@ -113,11 +113,6 @@ def without_prefixes(found: Mapping[str, _Value], where: object) -> dict[str, _V
     twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
     refuse(listed([f"{name} occurs twice, once behind a prefix" for name in twice], f"{where}: "))
     return {names[name]: value for name, value in found.items()}
-
-
-def _belongs_to_model(name: str) -> bool:
-    """Return whether a tensor belongs to the model, not to its training."""
-    return not _TRAINING.search(name)
 
 
 def has_arguments(container: Container) -> bool:

@@ -20,7 +20,6 @@ from export_scripts.checkpoints.sharded_huggingface import (
     CONFIG_NAME,
     in_huggingface_names,
     is_configuration,
-    is_sharded,
     settings_folder,
     sharded_folders,
     with_sharded_weights,
@@ -101,7 +100,7 @@ def is_trainer_checkpoint(path: Path) -> bool:
     if path.is_file():
         is_lone = path.suffix in _LONE and path.name not in FILE_NAMES
         return is_lone and not foreign_weights(path) and _may_hold_tensors(path)
-    return is_sharded(path) or _has_weights(path)
+    return bool(sharded_folders(path)) or _has_weights(path)
 
 
 def _may_hold_tensors(path: Path) -> bool:
@@ -169,26 +168,23 @@ def index_huggingface(
     if settings is not None:
         tensors = without_prefixes(tensors, path)
         index = without_prefixes(index, path)
+    # The model's weights may include them already.
+    adapters = [
+        f"{file} is next to the model's weights and left out: to merge it, name it in --lora "
+        "(convert.lora_checkpoints)"
+        for file in sorted(path.glob("adapter_model.*"))
+    ]
     reader = dataclasses.replace(
         configuration,
         path=path,
         settings_dir=settings,
         tensors={key: tensor.pieces for key, tensor in tensors.items()},
         files=(*configuration.files, *files),
-        remarks=(*configuration.remarks, *_adapter_remarks(path)),
+        remarks=(*configuration.remarks, *adapters),
         stored_names=stored_names,
     )
     problems = listed(problems) or listed(_misplaced(path, index, tensors))
     return reader if problems else in_huggingface_names(reader), problems
-
-
-def _adapter_remarks(path: Path) -> list[str]:
-    """Return a remark on each adapter next to a model's weights, which may include it already."""
-    return [
-        f"{file} is next to the model's weights and left out: to merge it, name it in --lora "
-        "(convert.lora_checkpoints)"
-        for file in sorted(path.glob("adapter_model.*"))
-    ]
 
 
 def open_sharded(path: Path, *, settings: Path | None = None) -> CheckpointReader:

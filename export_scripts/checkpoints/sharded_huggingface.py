@@ -102,11 +102,6 @@ def sharded_folders(path: Path) -> list[Path]:
     )
 
 
-def is_sharded(path: Path) -> bool:
-    """Return whether a folder looks like a trainer's sharded checkpoint without its settings."""
-    return path.is_dir() and bool(sharded_folders(path))
-
-
 def _last_folder(path: Path) -> Path:
     """Return the folder of a run's last checkpoint if a file or link names it, else the path."""
     for name, form in _LATEST:

@@ -102,7 +102,9 @@ def special_ids(files: Files) -> SpecialIds:
 
 def _ids_of_tokenizer(files: Files) -> SpecialIds:
     if "tokenizer.model" in files:
-        return _sentencepiece_ids(files["tokenizer.model"])
+        trainer = sentencepiece_model(files["tokenizer.model"]).trainer_spec
+        stated = (trainer.bos_id, trainer.eos_id, trainer.pad_id)
+        return SpecialIds(*(token if token >= 0 else None for token in stated))
     if "vocab.json" in files:
         token = json_file(files["vocab.json"]).get(_END_OF_TEXT)
         return SpecialIds(token, token) if isinstance(token, int) else SpecialIds()
@@ -142,13 +144,16 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
     return SpecialIds() if found.bos is None and found.eos is None else found
 
 
-def _sentencepiece_ids(file: Region) -> SpecialIds:
+def sentencepiece_model(file: Region) -> Any:
+    """Return the content of a tokenizer.model.
+
+    Raises:
+        CheckpointMismatchError: The content is something else.
+    """
     try:
-        trainer = read_sentencepiece(read_small(file)).trainer_spec
+        return read_sentencepiece(read_small(file))
     except ValueError as error:
         raise CheckpointMismatchError(f"{file}: {error}") from error
-    ids = (trainer.bos_id, trainer.eos_id, trainer.pad_id)
-    return SpecialIds(*(token if token >= 0 else None for token in ids))
 
 
 def check_outside_files(files: Files, checkpoint: Path) -> None:

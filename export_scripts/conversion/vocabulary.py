@@ -18,7 +18,7 @@ from export_scripts.checkpoints.base import (
     rows_of,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES
-from export_scripts.sentencepiece_model import read_sentencepiece
+from export_scripts.checkpoints.tokenizers import sentencepiece_model
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import nested
 
@@ -96,10 +96,7 @@ def _ids(files: Files) -> int | None:
         ids = [*words.values()] if isinstance(words, Mapping) else [len(words or ()) - 1]
         ids += [token.get("id") for token in table.get("added_tokens") or ()]
     elif "tokenizer.model" in files:
-        try:
-            ids = [len(read_sentencepiece(read_small(files["tokenizer.model"])).pieces) - 1]
-        except ValueError as error:
-            raise CheckpointMismatchError(f"{files['tokenizer.model']}: {error}") from error
+        ids = [len(sentencepiece_model(files["tokenizer.model"]).pieces) - 1]
     elif "vocab.json" in files:
         ids = [*json_file(files["vocab.json"]).values()]
     elif "vocab.txt" in files:

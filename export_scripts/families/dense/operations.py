@@ -64,20 +64,11 @@ def window_rule(name: str, nth: int = 1) -> Slides:
         ),
         "all_but_every_first": lambda _, values: [n % nth != 0 for n in range(values["num_layer"])],
         "from_max_window_layers": lambda settings, values: _from_layer(
-            settings.integer("max_window_layers", default=nth, least=0), values["num_layer"]
+            settings.natural("max_window_layers", default=nth), values["num_layer"]
         ),
         "not_rotating": lambda *given: [not rotates for rotates in _rotating(*given)],
     }
     return rules[name]
-
-
-def _written_rotating(config: DenseConfig) -> Fields:
-    return {"no_rope_layers": [*map(int, layer_flags(config.rotary_layers, config.num_layer))]}
-
-
-def _padding(config: DenseConfig) -> Fields:
-    """Return the end token for padding: the library's default may exceed the vocabulary."""
-    return {"pad_token_id": min(config.end_id, config.vocab_size - 1)}
 
 
 def _check_phi3(settings: Settings, values: Table) -> Fields:
@@ -162,13 +153,6 @@ def _read_granite_4(settings: Settings, _: Table) -> Fields:
         )
     rotates = settings.source.get("position_embedding_type") == "rope"
     return {} if rotates else {"rotary_embedding": 0}
-
-
-def _written_granite_4(config: DenseConfig) -> Fields:
-    return {
-        "layer_types": ["attention"] * config.num_layer,
-        "position_embedding_type": "rope" if config.rotary_embedding else None,
-    }
 
 
 def norms_of_heads(pattern: str) -> SourcesOf:
@@ -293,7 +277,13 @@ TRAITS = {
     "cohere2": Trait(_read_cohere2),
     "falcon": Trait(_read_falcon, _written_falcon),
     "gpt_neo": Trait(_read_gpt_neo, _written_gpt_neo),
-    "granite_4": Trait(_read_granite_4, _written_granite_4),
+    "granite_4": Trait(
+        _read_granite_4,
+        lambda config: {
+            "layer_types": ["attention"] * config.num_layer,
+            "position_embedding_type": "rope" if config.rotary_embedding else None,
+        },
+    ),
     "growth": Trait(_growth),
     "hyperclovax": Trait(
         _read_hyperclovax,
@@ -307,10 +297,16 @@ TRAITS = {
         lambda config: {"attn_config": {"alibi": True, "softmax_scale": config.attention_scale}},
     ),
     "olmo3": Trait(written=_written_olmo3),
-    "padding": Trait(written=_padding),
+    # The library's default may exceed the vocabulary.
+    "padding": Trait(
+        written=lambda config: {"pad_token_id": min(config.end_id, config.vocab_size - 1)}
+    ),
     "phi3": Trait(_check_phi3, _written_phi3),
     "root_of_width": Trait(lambda _, values: {"embedding_scale": math.sqrt(values["hidden_size"])}),
     "rotating_layers": Trait(
-        lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))}, _written_rotating
+        lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))},
+        lambda config: {
+            "no_rope_layers": [*map(int, layer_flags(config.rotary_layers, config.num_layer))]
+        },
     ),
 }

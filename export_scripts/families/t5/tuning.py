@@ -4,7 +4,7 @@ Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader
@@ -38,19 +38,13 @@ def tuning_kind(archive: CheckpointReader) -> Table:
     return section if isinstance(section, Mapping) else {}
 
 
-def ia3_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
-    """Return a reason for each archive that is not IA3."""
-    return [
-        f"{archive.path}: adapter_tuning.type = {tuning_kind(archive).get('type')!r} is not an "
-        "IA3 archive; expected ia3"
-        for archive in archives
-        if tuning_kind(archive).get("type") not in (None, "ia3")
-    ]
-
-
 def tuning_reasons(facts: Facts) -> list[str]:
     """Return every reason why IA3 and adapter archives cannot be added."""
-    reasons = ia3_reasons(facts.ia3)
+    reasons = [
+        f"{archive.path}: adapter_tuning.type = {kind!r} is not an IA3 archive; expected ia3"
+        for archive in facts.ia3
+        if (kind := tuning_kind(archive).get("type")) not in (None, "ia3")
+    ]
     if facts.ia3_in_place and len(facts.ia3) != 1:
         reasons.append(
             f"{len(facts.ia3)} IA3 archives cannot be multiplied into one set of weights; name one"
