@@ -14,37 +14,21 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from export_scripts.checkpoints.base import NO_CRC, Record, StoredTensor
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Fields, is_count
+from foundations.files.yaml_content import read_table
 
-# Objects of these packages become inert records; no code of theirs runs.
-_INERT_MODULES = (
-    "apex", "argparse", "composer", "datetime", "deepspeed", "enum", "lightning",
-    "lightning_fabric", "megatron", "nemo", "numpy", "olmo_core", "omegaconf", "pathlib",
-    "pytorch_lightning", "torch", "transformer_engine", "transformers", "typing",
-)  # fmt: skip
-_INERT_NAMES = frozenset({
-    "_io.BytesIO", "_codecs.encode", "collections.defaultdict", "collections.Counter",
-    "collections.deque", "functools.partial", "signal.Signals", "uuid.UUID",
-    "types.SimpleNamespace", "copyreg._reconstructor", "copy_reg._reconstructor",
-    *(f"{module}.{name}" for module in ("builtins", "__builtin__")
-      for name in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
-                   "list", "object", "range", "set", "slice", "str", "tuple", "long", "unicode")),
-})  # fmt: skip
+_GLOBALS = read_table(Path(__file__).with_name("pickle_globals.yaml"))
+_INERT_NAMES = frozenset(_GLOBALS["names"]).union(
+    f"{module}.{name}" for module in ("builtins", "__builtin__") for name in _GLOBALS["builtins"]
+)
 
 _GETATTR = ("builtins.getattr", "__builtin__.getattr")
-
-_STORAGE_TYPES = {
-    "DoubleStorage": "fp64", "FloatStorage": "fp32", "HalfStorage": "fp16",
-    "BFloat16Storage": "bf16", "LongStorage": "int64", "IntStorage": "int32",
-    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
-    "UntypedStorage": "uint8",
-}  # fmt: skip
 
 # Opcodes that no torch file has, and that would bypass the checks.
 _REFUSED_OPCODES = (
@@ -187,7 +171,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
             return _KNOWN[qualified]
         if qualified in _GETATTR:
             return self._nested
-        if module.split(".")[0] not in _INERT_MODULES and qualified not in _INERT_NAMES:
+        if module.split(".")[0] not in _GLOBALS["packages"] and qualified not in _INERT_NAMES:
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle names {qualified}, which no checkpoint "
                 "needs and which is never run"
@@ -313,7 +297,7 @@ _KNOWN: Fields = {
     **{
         f"{module}.{name}": StorageType(key)
         for module in ("torch", "torch.storage", "torch.cuda")
-        for name, key in _STORAGE_TYPES.items()
+        for name, key in _GLOBALS["storages"].items()
     },
 }
 

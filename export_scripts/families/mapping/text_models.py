@@ -8,6 +8,7 @@ transformers, models/qwen2_vl/modeling_qwen2_vl.py and models/glm4v/modeling_glm
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from export_scripts.families.mapping.huggingface import setting_table
@@ -15,25 +16,9 @@ from export_scripts.families.mapping.known_settings import huggingface_table
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Fields, Table
+from foundations.files.yaml_content import read_table
 
-# Model type -> type of its text_config if that states none.
-_WHOLES = {
-    "gemma3": "gemma3_text",
-    "glm4v": "glm4v_text",
-    "internvl": "qwen2",
-    "llava": "llama",
-    "mistral3": "mistral",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_vl": "qwen3_vl_text",
-}
-# Type of text_config -> (plain decoder that computes the same, settings that it needs in addition).
-_PLAIN: Mapping[str, tuple[str, Table]] = {
-    "glm4v_text": ("glm4", {"attention_bias": True}),
-    "qwen2_5_vl_text": ("qwen2", {}),
-    "qwen2_vl_text": ("qwen2", {}),
-    "qwen3_vl_text": ("qwen3", {}),
-}
+_KNOWN = read_table(Path(__file__).with_name("vision_language.yaml"))
 # Settings whose defaults differ in plain decoders; sizes must be stated in any case.
 _OTHER_DEFAULTS = ("num_key_value_heads", "rms_norm_eps", "hidden_act", "rope_theta")
 _IMAGE_SETTING = re.compile(r"image|video|vision|projector|spatial|^(boi|eoi|mm)_|downsample_ratio")
@@ -47,7 +32,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 def is_vision_language(config: Table) -> bool:
     """Return whether a config.json is that of a vision-language model."""
-    return str(config.get("model_type")) in _WHOLES  # the value may be anything
+    return str(config.get("model_type")) in _KNOWN["wholes"]  # the value may be anything
 
 
 def text_model(facts: Facts) -> Facts:
@@ -95,8 +80,8 @@ def _text_settings(facts: Facts, kind: str) -> Fields:
     if facts.has(_EMBEDDING):
         text.setdefault("vocab_size", facts.rows(_EMBEDDING))
     text |= {key: _without_images(text[key]) for key in _ROTARY if text.get(key)}
-    own = str(stated.get("model_type") or _WHOLES[kind])
-    plain, always = _PLAIN.get(own, (own, {}))
+    own = str(stated.get("model_type") or _KNOWN["wholes"][kind])
+    plain, always = _KNOWN["plain"].get(own, (own, {}))
     text |= {**always, "model_type": plain}
     if plain == own:
         return {**_sizes(plain), **text}
