@@ -38,6 +38,6 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def read_rows(path: Path) -> list[list[str]]:
+def read_cells(path: Path) -> list[list[str]]:
     """Return the cells of each row of a file whose columns are separated by tabs."""
     return [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]

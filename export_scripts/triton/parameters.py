@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foundations.suggest import did_you_mean
-from foundations.tables import read_rows
+from foundations.tables import read_cells
 
 # The default limit of a sequence's tokens (max_seq_len); an encoder's attention grows with the
 # square.
@@ -97,7 +97,7 @@ TOKEN_ID = _kind("whole 0 2147483647")
 
 
 def _table() -> dict[str, Parameter]:
-    _, *rows = read_rows(Path(__file__).with_suffix(".tsv"))
+    _, *rows = read_cells(Path(__file__).with_suffix(".tsv"))
     return {
         name: Parameter(_kind(kind), default, meaning, "" if key == "-" else key)
         for name, kind, default, key, meaning in rows

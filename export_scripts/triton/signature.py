@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foundations.tables import read_rows
+from foundations.tables import read_cells
 
 DATA_TYPE = "DATA_TYPE"  # stands for the model's computation type
 _PROMPT_TABLE = "request_prompt_embedding"
@@ -64,7 +64,7 @@ class ModelSignature:
 
 # Shapes in the table: B rows, S padded prompt, K beams, R new tokens, W word list width,
 # P virtual tokens, H hidden width, L layers.
-_, *_ROWS = read_rows(Path(__file__).with_suffix(".tsv"))
+_, *_ROWS = read_cells(Path(__file__).with_suffix(".tsv"))
 
 
 def declared(model: str) -> ModelSignature:

@@ -19,7 +19,7 @@ from typing import Any
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import Shape, item_size
 from foundations.files.json_content import Table
-from foundations.tables import read_rows
+from foundations.tables import read_cells
 
 # Conditions on config fields or properties: all must be true (with "not " before: false), or equal
 # the value after "="; a tuple has an entry per layer.
@@ -130,7 +130,7 @@ def layout_table(family: str) -> Layout:
     Sizes (see `FTConfig.dim`) are separated by spaces, conditions by commas; `stored` is a type on
     disk, or `optional`.
     """
-    _, *rows = read_rows(Path(__file__).with_name(f"{family}.tsv"))
+    _, *rows = read_cells(Path(__file__).with_name(f"{family}.tsv"))
     return tuple(_spec(*row) for row in rows)
 
 

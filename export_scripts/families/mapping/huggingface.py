@@ -24,7 +24,7 @@ from export_scripts.families.mapping.settings import (
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Flat, Sources
 from foundations.files.json_content import Fields, Table
-from foundations.tables import read_rows
+from foundations.tables import read_cells
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Setting:
 @functools.cache
 def setting_table(models: str) -> tuple[Setting, ...]:
     """Return the settings of decoders, BERTs or T5s, from huggingface_fields.tsv."""
-    rows = read_rows(Path(__file__).with_name("huggingface_fields.tsv"))
+    rows = read_cells(Path(__file__).with_name("huggingface_fields.tsv"))
     return tuple(Setting(*columns) for whose, *columns in rows if whose == models)
 
 

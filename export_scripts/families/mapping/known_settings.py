@@ -19,7 +19,7 @@ from typing import Any
 
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table, dotted
-from foundations.tables import read_rows
+from foundations.tables import read_cells
 
 _FOLDER = Path(__file__).parent
 # Values that mean "not set" in all of the libraries.
@@ -59,7 +59,7 @@ KnownSettings = Mapping[str, KnownSetting]  # by name
 
 def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
     """Yield (keys, setting) of each line of a table."""
-    for *keys, values, use in read_rows(path):
+    for *keys, values, use in read_cells(path):
         use, _, reason = use.partition(": ")
         yield keys, KnownSetting(use, tuple(json.loads(values)), reason)
 
