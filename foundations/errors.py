@@ -59,7 +59,10 @@ def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])
 
 
-def refuse(problems: Sequence[str]) -> None:
-    """Raise CheckpointMismatchError with every problem, if there are any."""
+def refuse(problems: Sequence[str], where: object = None) -> None:
+    """Raise CheckpointMismatchError with every problem, if there are any.
+
+    With `where`, such as a path, it comes before each of the first problems of one kind.
+    """
     if problems:
-        raise CheckpointMismatchError(problems)
+        raise CheckpointMismatchError(listed(problems, f"{where}: ") if where else problems)

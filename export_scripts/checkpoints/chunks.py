@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import FileMaps, Piece, Pieces, StoredParts
 from export_scripts.numeric.dtypes import Shape
-from foundations.errors import listed, refuse
+from foundations.errors import refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -142,7 +142,7 @@ def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
     problems = [
         f"{name}: {problem}" for name, tensor in tensors.items() for problem in tensor.problems()
     ]
-    refuse(listed(problems, f"{where}: "))
+    refuse(problems, where)
 
 
 def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:

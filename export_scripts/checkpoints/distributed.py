@@ -17,7 +17,7 @@ from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
 from export_scripts.checkpoints.partitioned import bare_name
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table, nested, without_nulls
 
 METADATA_NAME = "metadata.json"
@@ -111,7 +111,7 @@ def without_prefixes(found: Mapping[str, _Value], where: object) -> dict[str, _V
     """
     names = {name: _WRAPPERS.sub("", bare_name(name)) for name in found}
     twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    refuse(listed([f"{name} occurs twice, once behind a prefix" for name in twice], f"{where}: "))
+    refuse([f"{name} occurs twice, once behind a prefix" for name in twice], where)
     return {names[name]: value for name, value in found.items()}
 
 
@@ -185,7 +185,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> ChunkedTensors:
         }
         twice += [f"{key} occurs twice, once in {name}" for key in named if key in tensors]
         tensors |= named
-    refuse(listed(twice, f"{where}: "))
+    refuse(twice, where)
     return tensors
 
 

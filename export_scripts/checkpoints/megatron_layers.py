@@ -23,7 +23,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
-from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import is_count
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         if config.get(name) and not _KNOWN_SPEC.fullmatch(_last_name(config[name]))
     ]
     problems += _contradictions(reader.tensors, layers)
-    refuse(listed(problems, f"{reader.path}: "))
+    refuse(problems, reader.path)
     common = dict.fromkeys((*_PATTERNS, *_RATIOS, *_SPECS, "is_hybrid_model", "moe_layer_freq"))
     if "E" not in layers:
         common |= {"num_moe_experts": None, "num_experts": None}

@@ -32,7 +32,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
-from foundations.errors import CheckpointMismatchError, listed, refuse
+from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table, is_count
 from foundations.files.yaml_content import read_table
 
@@ -195,7 +195,7 @@ def _wide_tensors(
                 groups.add(group)
         except ValueError as error:
             problems.append(f"{name}{error}")
-    refuse(listed(problems, f"{reader.path}: "))
+    refuse(problems, reader.path)
     rest = {
         key: pieces
         for key, pieces in plain.items()

@@ -39,7 +39,7 @@ from export_scripts.checkpoints.chunks import (
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
-from foundations.errors import CheckpointMismatchError, first_names, listed, refuse
+from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Table, is_count, without_nulls
 
 _Value = TypeVar("_Value")
@@ -92,9 +92,9 @@ def rank_tensors(folder: Path) -> ChunkedTensors:
                 )
             else:
                 parts.setdefault(str(name), []).extend(held)
-    refuse(listed(problems, f"{folder}: "))
+    refuse(problems, folder)
     found = {name: _whole(name, each, problems) for name, each in parts.items() if each}
-    refuse(listed(problems, f"{folder}: "))
+    refuse(problems, folder)
     refuse_holes(found, folder)
     return found
 
@@ -366,7 +366,7 @@ def _merge_tp_ranks(
         for name, each in whole.items()
         if each is None
     ]
-    refuse(listed(problems, f"{folder}: "))
+    refuse(problems, folder)
     found = without_nulls(whole)
     refuse_holes(found, folder)
     return found

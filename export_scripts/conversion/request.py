@@ -126,11 +126,6 @@ class ConversionRequest(ConversionOptions):
     )
 
     @property
-    def is_huggingface(self) -> bool:
-        """Whether the output is a Hugging Face folder or an adapter for one."""
-        return self.output_format in ("huggingface", PEFT)
-
-    @property
     def has_shards(self) -> bool:
         """Whether the output is shards, the only output that has ranks."""
         return self.output_format == OUTPUT_FORMATS[0]
