@@ -449,6 +449,16 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     return counts.get(id(node), 0)
 
 
+def last_name(path: Any) -> str:
+    """Return the name of a function or class from its import path in a configuration.
+
+    The path is a text, the parts of one, a `_target_` table, or None for an empty name.
+    """
+    path = path.get("_target_") if isinstance(path, Mapping) else path
+    path = path[-1] if isinstance(path, list) else path
+    return str(path or "").rpartition(".")[2]
+
+
 def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> Fields:
     """Return the object in a checkpoint's JSON text, as `json_object` does.
 

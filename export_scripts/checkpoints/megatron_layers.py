@@ -20,6 +20,7 @@ from export_scripts.checkpoints.base import (
     Piece,
     Pieces,
     Tensors,
+    last_name,
 )
 from export_scripts.checkpoints.chunks import chunked, concatenated
 from export_scripts.checkpoints.partitioned import renamed
@@ -140,7 +141,7 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
     problems += [
         f"{name} = {config[name]!r:.100}: custom layers, which may compute something else"
         for name in _SPECS
-        if config.get(name) and not _KNOWN_SPEC.fullmatch(_last_name(config[name]))
+        if config.get(name) and not _KNOWN_SPEC.fullmatch(last_name(config[name]))
     ]
     problems += _contradictions(reader.tensors, layers)
     refuse(problems, reader.path)
@@ -176,13 +177,6 @@ def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointR
         tensors=tensors,
         remarks=(*reader.remarks, *remarks),
     )
-
-
-def _last_name(path: Any) -> str:
-    """Return a function's name from its import path: a text, its parts, or a `_target_` table."""
-    path = path.get("_target_") if isinstance(path, Mapping) else path
-    path = path[-1] if isinstance(path, list) else path
-    return str(path).rpartition(".")[2]
 
 
 def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:

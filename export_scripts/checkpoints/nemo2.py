@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Files, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, Files, StoredTensor, last_name
 from export_scripts.checkpoints.containers import Container, open_container, read_yaml
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.distributed import read_distributed
@@ -19,7 +19,7 @@ from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import huggingface_files
 from foundations.errors import CheckpointMismatchError
-from foundations.files.json_content import Table, nested
+from foundations.files.json_content import nested
 
 # Files of NeMo 2.
 WEIGHTS = "weights/"
@@ -59,16 +59,12 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     )
     settings = {
         **config,
-        "model_class": _class_name(model),
-        "config_class": _class_name(config),
+        "model_class": last_name(model) or "none",
+        "config_class": last_name(config) or "none",
         "tokenizer": model.get("tokenizer") or {},
         "peft": model.get("model_transform"),
     }
     return dataclasses.replace(found, config=settings)
-
-
-def _class_name(value: Table) -> str:
-    return str(value.get("_target_") or "none").rpartition(".")[2]
 
 
 def _huggingface_files(container: Container, *folders: str) -> Files:
@@ -126,7 +122,7 @@ def open_bridge(path: Path) -> CheckpointReader:
         config={
             **(layers if isinstance(layers, Mapping) else {}),
             **model,
-            "model_class": _class_name(model),
+            "model_class": last_name(model) or "none",
             "tokenizer": {**tokenizer, "type": kind},
             "peft": run.get("peft"),
         },

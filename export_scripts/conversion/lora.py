@@ -36,6 +36,7 @@ from export_scripts.checkpoints.base import (
     StoredParts,
     Tensors,
     json_file,
+    last_name,
     rows_of,
 )
 from export_scripts.checkpoints.chunks import chunked
@@ -553,7 +554,7 @@ def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
     """Return the alpha (scale times rank) of an adapter of NeMo or Megatron Bridge."""
     settings = _table(reader.config.get("peft"))
     if reader.format != "nemo":
-        kind = str(settings.get("_target_") or "none").rpartition(".")[2]
+        kind = last_name(settings) or "none"
         if kind not in _CORE_KINDS:
             problems.append(f"{path} is trained with {kind}; expected {' or '.join(_CORE_KINDS)}")
         return _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)

@@ -40,6 +40,9 @@ _PATTERNS = {
 }
 
 
+_Ranks = Mapping[bytes, int]  # token -> rank, in order of rank
+
+
 def with_tiktoken(files: Files, config: Table) -> Files:
     """Return a source's tokenizer files, with a tokenizer.json in place of a list of tokens.
 
@@ -83,10 +86,10 @@ def _build(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
     every = [*special, *(f"<SPECIAL_{number}>" for number in range(len(special), count))]
     if len({*every}) != count:
         raise ValueError(f"tiktoken_special_tokens has a token twice, or more than {count}")
-    tokens = _tokens(data, size - count)
-    backend = _tokenizer(tokens, every, _PATTERNS[pattern])
+    ranks = _ranks(data, size - count)
+    backend = _tokenizer(ranks, every, _PATTERNS[pattern])
     backend.encode_special_tokens = True
-    _compare(backend, tokens, count)
+    _compare(backend, ranks, count)
     return backend, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -98,9 +101,8 @@ def _build(data: bytes, config: Table) -> "tuple[Tokenizer, Fields]":
     }
 
 
-def _compare(backend: "Tokenizer", tokens: Sequence[bytes], first: int) -> None:
+def _compare(backend: "Tokenizer", ranks: _Ranks, first: int) -> None:
     """Check that probes have the IDs that merges by rank give, and decode to themselves."""
-    ranks = {token: rank for rank, token in enumerate(tokens)}
     values = {letter: byte for byte, letter in enumerate(_BYTES)}
     for text in PROBES:
         words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
@@ -112,8 +114,8 @@ def _compare(backend: "Tokenizer", tokens: Sequence[bytes], first: int) -> None:
             raise ValueError(f"{text!r} has the IDs {wanted}, but {found} in a tokenizer.json")
 
 
-def _tokens(data: bytes, most: int) -> list[bytes]:
-    """Return the first tokens of a vocabulary, by rank; raises ValueError for anything else."""
+def _ranks(data: bytes, most: int) -> _Ranks:
+    """Return the first tokens of a vocabulary in order; raises ValueError for anything else."""
     try:
         entries = json.loads(data)
     except RecursionError:
@@ -127,10 +129,10 @@ def _tokens(data: bytes, most: int) -> list[bytes]:
         tokens.append(base64.b64decode(str(entry.get("token_bytes")), validate=True))
     if len(set(tokens)) != len(tokens) or not set(tokens) >= {bytes([n]) for n in range(256)}:
         raise ValueError("it has a token twice, or lacks a byte")
-    return tokens
+    return {token: rank for rank, token in enumerate(tokens)}
 
 
-def _tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) -> "Tokenizer":
+def _tokenizer(ranks: _Ranks, special: Sequence[str], pattern: str) -> "Tokenizer":
     """Return a tokenizer of tokens by rank; special tokens have the first IDs."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -138,14 +140,13 @@ def _tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) ->
         return "".join(_BYTES[byte] for byte in token)
 
     ids = {text: index for index, text in enumerate(special)}
-    ids |= {spelled(token): len(special) + rank for rank, token in enumerate(tokens)}
-    if len(ids) != len(special) + len(tokens):
+    ids |= {spelled(token): len(special) + rank for token, rank in ranks.items()}
+    if len(ids) != len(special) + len(ranks):
         raise ValueError("a special token is spelled as another one")
-    ranks = {token: rank for rank, token in enumerate(tokens)}
     merges = [
         (spelled(parts[0]), spelled(parts[1]))
-        for token in tokens
-        if len(token) > 1 and len(parts := _merged_parts(token, ranks, ranks[token])) == 2
+        for token, rank in ranks.items()
+        if len(token) > 1 and len(parts := _merged_parts(token, ranks, rank)) == 2
     ]
     backend = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -158,7 +159,7 @@ def _tokenizer(tokens: Sequence[bytes], special: Sequence[str], pattern: str) ->
     return with_special(backend, special)
 
 
-def _merged_parts(token: bytes, ranks: Mapping[bytes, int], end: int) -> list[bytes]:
+def _merged_parts(token: bytes, ranks: _Ranks, end: int) -> list[bytes]:
     """Return the tokens of some bytes after merges of ranks below `end`, lowest rank first."""
     parts = [bytes([byte]) for byte in token]
     while True:

@@ -7,10 +7,10 @@ megatron/core/transformer/transformer_config.py.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from export_scripts.checkpoints.base import last_name
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from foundations.files.json_content import Table
@@ -169,7 +169,7 @@ def _megatron_activation(args: Table) -> _Activation:
 
 
 def _core_activation(config: Table) -> _Activation:
-    word = _function_name(config.get("activation_func")) or "gelu"
+    word = last_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and any(config.get(each) for each in ("bias_activation_fusion", *_BY_TE))
     gated = bool(config.get("gated_linear_unit"))
     return _PLAIN.get(word, word), gated, fused, word == "gelu"  # only torch's gelu is by erf
@@ -215,12 +215,6 @@ _SIZE_OF_NAME = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 _KNOWN: Table = read_table(Path(__file__).with_name("megatron_models.yaml"))
 
 
-def _function_name(value: Any) -> str:
-    """Return a function's name from its import path in a configuration."""
-    path = value.get("_target_") if isinstance(value, Mapping) else value
-    return str(path or "").rpartition(".")[2]
-
-
 def unknown_model(facts: Facts) -> list[str]:
     """Return every reason why it is unknown what a class of models computes."""
     name = _SIZE_OF_NAME.sub("", str(facts.config.get("model_class") or ""))
@@ -231,7 +225,7 @@ def unknown_model(facts: Facts) -> list[str]:
             f"its class is {name}, which may compute more than the configuration states; known: "
             f"{', '.join(known)}"
         )
-    layers = _function_name(facts.config.get("transformer_layer_spec"))
+    layers = last_name(facts.config.get("transformer_layer_spec"))
     known_layers = _KNOWN["own_layers"].get(name, _KNOWN["layers"])
     if layers and layers not in known_layers:
         reasons.append(
