@@ -81,6 +81,13 @@ class Piece:
         """Return the values at `index` of the first axis; nothing is read."""
         raise NotImplementedError
 
+    def rows(self, first: int, end: int) -> Piece:
+        """Return the rows from `first` to before `end`; nothing is read."""
+        shape = (end - first, *self.shape[1:])
+        return ComputedPiece(
+            self.dtype, shape, self.stored, lambda maps: self.load(maps)[first:end]
+        )
+
     @property
     def pieces(self) -> Pieces:
         """The whole tensor as one piece."""
@@ -123,15 +130,17 @@ class StoredTensor(Piece):
         steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
         return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
+    def rows(self, first: int, end: int) -> StoredTensor:
+        """Return the rows from `first` to before `end`; nothing is read."""
+        step = self.stride[0] if self.stride else math.prod(self.shape[1:])
+        offset = self.offset + first * step * SOURCE_TYPES[self.dtype][0]
+        return dataclasses.replace(self, offset=offset, shape=(end - first, *self.shape[1:]))
+
     def select(self, index: int) -> StoredTensor:
         """Return the values at `index` of the first axis; nothing is read."""
-        step = self.stride[0] if self.stride else math.prod(self.shape[1:])
-        return dataclasses.replace(
-            self,
-            offset=self.offset + index * step * SOURCE_TYPES[self.dtype][0],
-            shape=self.shape[1:],
-            stride=self.stride[1:] if self.stride else None,
-        )
+        stride = self.stride[1:] if self.stride else None
+        row = self.rows(index, index + 1)
+        return dataclasses.replace(row, shape=self.shape[1:], stride=stride)
 
 
 @dataclass(frozen=True)

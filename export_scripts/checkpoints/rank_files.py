@@ -14,7 +14,6 @@ Layout: deepspeedai/DeepSpeed, deepspeed/utils/zero_to_fp32.py, deepspeed/runtim
 (_save_moe_checkpoint) and deepspeed/checkpoint/ds_to_universal.py.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ from export_scripts.checkpoints.chunks import (
 )
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
-from export_scripts.numeric.dtypes import SOURCE_TYPES, Shape, strides
+from export_scripts.numeric.dtypes import Shape, strides
 from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Table, is_count, without_nulls
 
@@ -274,9 +273,8 @@ def _unflattened(flat: ChunkedTensor, shape: Shape) -> ComputedPiece:
 
 def _range(values: StoredTensor, first: int, end: int) -> StoredTensor:
     """Return a flat tensor's values from `first` to before `end`, cut to what it has."""
-    first, end = max(first, 0), min(end, values.shape[0])
-    offset = values.offset + first * SOURCE_TYPES[values.dtype][0]
-    return dataclasses.replace(values, offset=offset, shape=(max(end - first, 0),))
+    first = max(first, 0)
+    return values.rows(first, max(min(end, values.shape[0]), first))
 
 
 def zero_tensors(folder: Path) -> NamedPieces:

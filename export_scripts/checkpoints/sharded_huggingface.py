@@ -340,15 +340,9 @@ def _parts(name: str, rows: Piece, reader: CheckpointReader) -> NamedPieces:
     size = rows.shape[0] // sum(counts)
     ends = itertools.accumulate(count * size for count in counts)
     return {
-        name.replace(match[0], part): _range(rows, end - count * size, end)
+        name.replace(match[0], part): rows.rows(end - count * size, end)
         for part, count, end in zip(names, counts, ends, strict=True)
     }
-
-
-def _range(rows: Piece, first: int, end: int) -> Piece:
-    """Return a tensor's rows from `first` to before `end`."""
-    shape = (end - first, *rows.shape[1:])
-    return ComputedPiece(rows.dtype, shape, rows.stored, lambda maps: rows.load(maps)[first:end])
 
 
 def _in_halves(name: str, rows: Piece, heads: Any) -> Piece:

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
-    ComputedPiece,
     Files,
-    Piece,
     Pieces,
-    StoredTensor,
     json_file,
     read_small,
     rows_of,
@@ -77,15 +74,8 @@ def _first(pieces: Pieces, size: int) -> Pieces:
     for piece in pieces:
         rows = min(piece.shape[0], size)
         size -= rows
-        kept.append(_cut(piece, rows))
+        kept.append(piece.rows(0, rows))
     return tuple(kept)
-
-
-def _cut(piece: Piece, rows: int) -> Piece:
-    shape = (rows, *piece.shape[1:])
-    if isinstance(piece, StoredTensor):
-        return dataclasses.replace(piece, shape=shape)
-    return ComputedPiece(piece.dtype, shape, piece.stored, lambda maps: piece.load(maps)[:rows])
 
 
 def _ids(files: Files) -> int | None:
