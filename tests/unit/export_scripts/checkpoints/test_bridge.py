@@ -17,6 +17,7 @@ from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
 from tests.json_files import write_json
+from tests.looks import assert_exact
 from tests.tiny import tiktoken_list
 from tests.tiny_distributed import write_distributed
 from tests.unit.export_scripts.checkpoints.test_distributed import (
@@ -173,11 +174,9 @@ def test_biased_decoders_with_learned_positions_are_gpts(tmp_path: Path) -> None
     ft = FTReader(converted(folder, tmp_path / "out", given=given))
     assert isinstance(ft.config, GPTConfig)
     assert ft.config.exact_gelu
-    torch.testing.assert_close(
+    assert_exact(
         ft.read("model.layers.0.mlp.dense_h_to_4h.weight"),
         tensors["decoder.layers.mlp.linear_fc1.weight"][0].T,
-        rtol=0,
-        atol=0,
     )
 
 

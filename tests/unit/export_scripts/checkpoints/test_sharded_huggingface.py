@@ -33,6 +33,7 @@ from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
 from tests.json_files import read_json, write_json
+from tests.looks import mentions
 from tests.tiny_distributed import sharded, write_state
 from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import model_of, write_model
@@ -264,7 +265,7 @@ def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
         assert contents(converted_to(path, out, 2, given=GIVEN, model_config=model)) == expected
         facts = describe(path, settings=model)
         assert facts["path"] == str(path)
-        assert not any("as it is" in each for each in facts["can be"])
+        assert not mentions(facts["can be"], "as it is")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "consolidated.00.pth").touch()
     with pytest.raises(ValueError, match="publisher's own layout"):
@@ -340,7 +341,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     save_alone(biased, {**state, "layers.0.moe.expert_bias_E": torch.ones(6)})
     copy_settings(model, biased)
     problems = check_conversion(dataclasses.replace(request, checkpoint_path=biased))
-    assert any("layers.0.moe.expert_bias_E is not zero" in each for each in problems), problems
+    assert mentions(problems, "layers.0.moe.expert_bias_E is not zero"), problems
     router = torch.ones(whole["model.layers.0.mlp.gate.weight"].shape)
     save_alone(tmp_path / "twice", {**whole, "model.layers.0.mlp.router.gate.weight": router})
     copy_settings(model, tmp_path / "twice")
@@ -465,7 +466,7 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
         return contents(written)
 
     assert folder_of(folder, "out") == folder_of(model, "expected")
-    assert not any("as it is" in each for each in describe(folder)["can be"])
+    assert not mentions(describe(folder)["can be"], "as it is")
     settings |= {"rope_base": 7, "rope_adjustments": {"factor": 8.0}}
     own.write_text(yaml.safe_dump(settings))
     text = refusal(folder, tmp_path / "refused")

@@ -23,6 +23,7 @@ from foundations.errors import CheckpointMismatchError
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
 from tests.json_files import read_json
+from tests.looks import assert_exact, mentions
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits
 
@@ -107,7 +108,7 @@ def test_transformers_widens_blocks_to_the_same(tmp_path: Path) -> None:
     )
     with torch.no_grad():
         found = model.eval()(torch.arange(3, 23)[None]).logits
-    torch.testing.assert_close(found, logits(back), rtol=0, atol=0)
+    assert_exact(found, logits(back))
 
 
 def test_the_source_may_be_of_any_form(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_pat
     assert {name.split(".")[3] for name in narrow} == {"mlp"}
     settings = read_json(done.ft_dir / "config.json")["quantization_config"]
     assert "model.layers.1.self_attn.q_proj" in settings["modules_to_not_convert"]
-    assert any("self_attn.q_proj" in remark for remark in done.remarks)
+    assert mentions(done.remarks, "self_attn.q_proj")
 
 
 def test_the_rest_is_refused(tmp_path: Path) -> None:

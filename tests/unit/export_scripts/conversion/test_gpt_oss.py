@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from export_scripts.conversion.convert import check_conversion, convert, folder_problems
 from export_scripts.ft.validation import read_manifest
 from tests.json_files import read_json, write_json
+from tests.looks import assert_exact, mentions
 from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits, request
@@ -67,7 +68,7 @@ def test_the_folder_has_the_bytes_of_its_source(plain: Path, tmp_path: Path) -> 
     mine, theirs = read_tensors(folder), read_tensors(plain)
     assert_equal_tensors(mine, theirs)
     assert folder_problems(folder) == []
-    torch.testing.assert_close(logits(folder), logits(plain), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(plain))
     made = read_manifest(folder)["tensors"][f"{FIRST}gate_up_proj"]
     assert made["source"] == [f"{FIRST}gate_up_proj"]
 
@@ -83,7 +84,7 @@ def test_blocks_become_the_values_that_transformers_makes_of_them(
     for name in names:
         parts = stored[f"{name}_blocks"], stored[f"{name}_scales"]
         wanted = convert_moe_packed_tensors(*parts, dtype=torch.bfloat16)
-        torch.testing.assert_close(found[name].to(torch.bfloat16), wanted, rtol=0, atol=0)
+        assert_exact(found[name].to(torch.bfloat16), wanted)
 
 
 def _without_scales(tensors: dict[str, torch.Tensor]) -> None:
@@ -142,5 +143,5 @@ def test_experts_have_no_form_in_fp8(plain: Path, tmp_path: Path) -> None:
 def test_another_gate_than_others_compute_is_remarked(plain: Path, tmp_path: Path) -> None:
     source = changed(plain, tmp_path / "source", swiglu_limit=5.0)
     done = convert(request(source, tmp_path / "out"))
-    assert any("swiglu_limit are (1.702, 5.0)" in each for each in done.remarks)
-    torch.testing.assert_close(logits(done.ft_dir), logits(source), rtol=0, atol=0)
+    assert mentions(done.remarks, "swiglu_limit are (1.702, 5.0)")
+    assert_exact(logits(done.ft_dir), logits(source))

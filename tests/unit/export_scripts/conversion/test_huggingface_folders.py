@@ -23,6 +23,7 @@ from inference.certify.certificate import Certificate
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
 from tests.json_files import read_json
+from tests.looks import mentions
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -240,7 +241,7 @@ def test_settings_that_no_model_has_are_refused_and_leave_nothing(
         edited(shards, settings_), tmp_path / "out", 1, "fp32", output_format="huggingface"
     )
     problems = check_conversion(request)
-    assert any(words in each for each in problems), problems
+    assert mentions(problems, words), problems
     assert "has no equal in Hugging Face" in problems[-1]
     with pytest.raises(ValueError, match="has no equal in Hugging Face"):
         convert(request)
@@ -270,7 +271,7 @@ def test_the_folder_is_validated_against_its_manifest(tmp_path: Path) -> None:
     (problem,) = folder_problems(folder)
     assert problem == f"{shards[0].name} differs from the checksum in the manifest (crc32)"
     shards[1].unlink()
-    assert any(f"{shards[1].name} is missing" in each for each in folder_problems(folder))
+    assert mentions(folder_problems(folder), f"{shards[1].name} is missing")
 
 
 def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path: Path) -> None:

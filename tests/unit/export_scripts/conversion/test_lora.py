@@ -21,6 +21,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import peft_problems
 from foundations.errors import CheckpointMismatchError
 from tests.json_files import read_json, write_json
+from tests.looks import mentions
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -242,7 +243,7 @@ def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
     done = convert(request)
-    assert any("took 2 low-rank updates" in remark for remark in done.remarks)
+    assert mentions(done.remarks, "took 2 low-rank updates")
     manifest = read_json(tmp_path / "f" / "2-gpu.manifest.json")
     assert [each["path"] for each in manifest["lora"]] == [str(adapter)]
     assert convert(request).already_done
@@ -368,7 +369,7 @@ def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) ->
     peft.PeftModel.from_pretrained(model, adapter).save_pretrained(
         str(saved), save_embedding_layers=True
     )
-    assert any(".original_module." in key for key in load_file(saved / "adapter_model.safetensors"))
+    assert mentions(load_file(saved / "adapter_model.safetensors"), ".original_module.")
     merged = merge_by_peft(base, tmp_path / "merged", saved)
     assert_same(shards(base, tmp_path / "out", saved), shards(merged, tmp_path / "expected"))
 

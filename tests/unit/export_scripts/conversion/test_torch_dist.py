@@ -21,6 +21,7 @@ from export_scripts.conversion.convert import (
 )
 from foundations.errors import CheckpointMismatchError
 from tests.json_files import read_json
+from tests.looks import mentions
 from tests.tiny_huggingface import assert_equal_tensors
 from tests.tiny_transformers import write_model
 
@@ -162,7 +163,7 @@ def test_a_model_that_megatron_lm_lacks_is_refused_by_name(
 ) -> None:
     wanted = request(write_model(name, tmp_path / name), tmp_path / "out", megatron_model=form)
     problems = check_conversion(wanted)
-    assert any(named in each for each in problems), problems
+    assert mentions(problems, named), problems
     with pytest.raises(CheckpointMismatchError):
         convert(wanted)
     assert not list((tmp_path / "out").glob("torch_dist*"))
@@ -182,7 +183,7 @@ def test_shards_and_another_release_become_a_checkpoint_too(tmp_path: Path) -> N
 
 def test_a_layout_without_a_checkpoint_of_its_kind_is_refused(tmp_path: Path) -> None:
     wanted = request(tmp_path, tmp_path / "out", "huggingface", megatron_model="hybrid")
-    assert any("--megatron-model=hybrid" in each for each in check_conversion(wanted))
+    assert mentions(check_conversion(wanted), "--megatron-model=hybrid")
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -193,6 +194,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     place = data.rindex(tensors(source)["model.norm.weight"].numpy().tobytes())
     data[place] ^= 1
     file.write_bytes(data)
-    assert any("__0_0.distcp" in each for each in folder_problems(folder))
+    assert mentions(folder_problems(folder), "__0_0.distcp")
     with pytest.raises(CheckpointMismatchError, match=r"final_layernorm\.weight"):
         convert(request(folder, tmp_path / "back", "huggingface"))

@@ -17,6 +17,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 from export_scripts.inspect import describe
 from tests.json_files import write_json
+from tests.looks import mentions
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -410,8 +411,8 @@ def test_settings_that_the_layout_lacks_are_refused_together(
 ) -> None:
     folder = write_config(tmp_path, {**settings, **changes, "vocab_size": "many"})
     problems = describe(folder)["cannot be converted"]
-    assert any(words in problem for problem in problems), problems
-    assert any("vocab_size = 'many'" in problem for problem in problems)
+    assert mentions(problems, words), problems
+    assert mentions(problems, "vocab_size = 'many'")
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -16,6 +16,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
 from tests.ft_folders import OpenedFolder
 from tests.json_files import write_json
+from tests.looks import mentions
 from tests.tiny import (
     NEMO,
     TinyGPT,
@@ -196,7 +197,7 @@ def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path: Path) -> N
     summary = convert(request)
     wte = FTReader(summary.ft_dir).read("model.wte")
     assert torch.equal(wte, gpt_tensors(seed=2)[NEMO + "embedding.word_embeddings.weight"])
-    assert any("iter_0000200" in remark for remark in summary.remarks)
+    assert mentions(summary.remarks, "iter_0000200")
 
 
 def core_tensors(*, fused_norms: bool) -> dict[str, torch.Tensor]:
@@ -353,11 +354,11 @@ def test_settings_that_no_tensor_shows_are_refused(
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
-    assert any(words in problem for problem in problems)
+    assert mentions(problems, words)
 
 
 @pytest.mark.parametrize("flag", ["squared_relu", "quick_geglu"])
 def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path: Path, flag: str) -> None:
     source = write_megatron(tmp_path / "m", gpt_tensors(), args={flag: True})
     problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
-    assert any("activation" in problem for problem in problems)
+    assert mentions(problems, "activation")

@@ -11,6 +11,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.validation import validate_directory
+from tests.looks import mentions
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 
 BIAS_SUM = "model.layers.0.mlp.attention.bias.sum"
@@ -63,7 +64,7 @@ def test_settings_that_the_runtime_lacks_are_refused(
 ) -> None:
     source = copy_of(parallel, tmp_path / "s", config=settings)
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
-    assert any(words in problem for problem in check_conversion(request))
+    assert mentions(check_conversion(request), words)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_fp16_weights_of_a_model_trained_in_bf16_are_warned_about(
 ) -> None:
     source = copy_of(parallel, tmp_path / "s", config=settings)
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, data_type))
-    assert any("trained in bf16" in remark for remark in summary.remarks) is warned
+    assert mentions(summary.remarks, "trained in bf16") is warned
 
 
 def test_sizes_of_layer_files_are_read_from_their_tensors(release: Path, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_
 
 def test_an_assumed_residual_is_reported(release: Path, tmp_path: Path) -> None:
     summary = convert(ConversionRequest(release, tmp_path / "out", 1, "fp32"))
-    assert any("gpt-j-residual" in remark for remark in summary.remarks)
+    assert mentions(summary.remarks, "gpt-j-residual")
 
 
 def layer_file(release: Path, rank: int) -> Path:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from export_scripts.conversion.convert import check_conversion, convert, folder_problems
 from export_scripts.inspect import describe
 from tests.json_files import read_json, write_json
+from tests.looks import assert_exact
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
@@ -114,7 +115,7 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path: Path) -> None:
     source = write_core(tmp_path, core_hybrid(folder), hybrid_layer_pattern=pattern)
     made = convert(request(source, tmp_path)).ft_dir
     assert folder_problems(made) == []
-    torch.testing.assert_close(logits(made), logits(folder), rtol=0, atol=0)
+    assert_exact(logits(made), logits(folder))
     facts = describe(source)
     assert (facts["family"], facts["source"]) == (
         "hybrid", "Megatron-LM HybridModel with Mamba layers in megatron-core layout",
@@ -159,7 +160,7 @@ def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path: Path) ->
         context = source / "context" / "model.yaml"
         context.write_text(context.read_text().replace("LlamaModel", "MambaModel"))
     made = convert(request(source, tmp_path, allow=("tokenizer",))).ft_dir
-    torch.testing.assert_close(logits(made), logits(folder), rtol=0, atol=0)
+    assert_exact(logits(made), logits(folder))
 
 
 @pytest.mark.parametrize("where", ["embedding", "a head of its own"])
@@ -232,7 +233,7 @@ def test_settings_of_transformers_come_back(
     made = convert(request(folder, tmp_path)).ft_dir
     config = read_json(made / "config.json")
     assert written.items() <= config.items()
-    torch.testing.assert_close(logits(made), logits(folder), rtol=0, atol=0)
+    assert_exact(logits(made), logits(folder))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 from tests.ft_folders import OpenedFolder
+from tests.looks import mentions
 from tests.tiny_t5 import ROOT, TinyT5, t5_config, t5_tensors, write_t5
 from tests.tiny_t5_tuning import (
     adapter_tensors,
@@ -77,7 +78,7 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
     source = nemo(tmp_path, config=config)
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
     summary = convert(request)
-    assert any("layer_norm_epsilon = 1e-05" in remark for remark in summary.remarks)
+    assert mentions(summary.remarks, "layer_norm_epsilon = 1e-05")
     reader = FTReader(summary.ft_dir)
     assert reader.config.architecture().layernorm_eps == 1e-5
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.json_files import read_json, write_json
+from tests.looks import assert_exact
 from tests.tiny_huggingface import read_tensors
 
 _TEXT: Mapping[str, Any] = {
@@ -108,11 +109,9 @@ def test_texts_have_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     kind = read_json(done.ft_dir / "config.json")["model_type"]
     assert kind == MODELS[name][-1]
     assert any(name in each and "tensors of images" in each for each in done.remarks)
-    torch.testing.assert_close(
+    assert_exact(
         _logits(done.ft_dir, transformers.AutoModelForCausalLM),
         _logits(source, transformers.AutoModelForImageTextToText),
-        rtol=0,
-        atol=0,
     )
 
 
@@ -132,11 +131,9 @@ def test_settings_may_lie_next_to_those_of_images(qwen: Path, tmp_path: Path) ->
     expected = convert(_request(qwen, tmp_path / "expected")).ft_dir
     mine, theirs = read_tensors(folder), read_tensors(expected)
     assert mine.keys() == theirs.keys()
-    torch.testing.assert_close(
+    assert_exact(
         _logits(folder, transformers.AutoModelForCausalLM),
         _logits(expected, transformers.AutoModelForCausalLM),
-        rtol=0,
-        atol=0,
     )
 
 

@@ -11,6 +11,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 from foundations.errors import CheckpointMismatchError
+from tests.looks import mentions
 from tests.tiny import write_nemo
 
 QKV = "model.layers.0.attention.query_key_value.weight.1.bin"
@@ -75,7 +76,7 @@ def test_a_changed_config_changes_the_expected_files(folder: Path) -> None:
     config = folder / "config.ini"
     config.write_text(config.read_text().replace("fp16", "fp32"))
     problems = validate_directory(folder, checksums=False)
-    assert any("has 1200 bytes, expected 2400" in problem for problem in problems)
+    assert mentions(problems, "has 1200 bytes, expected 2400")
 
 
 def test_a_reader_refuses_damaged_folders(folder: Path) -> None:
