@@ -28,7 +28,7 @@ from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.layout.spec import ModelFamily, layout_table
 from export_scripts.families.mapping.huggingface import Trait
 from export_scripts.families.mapping.known_settings import megatron_obstacles
-from export_scripts.families.mapping.megatron_traits import MegatronTraits
+from export_scripts.families.mapping.megatron_traits import MegatronTraits, beyond
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -275,16 +275,12 @@ _CORE_NORMS = (
 def _core_reasons(facts: Facts) -> list[str]:
     traits = core_traits(facts)
     known = {
-        "position_embedding_type": (traits.position, "none"),
-        "add_bias_linear": (traits.bias, False),
-        "a gate of MLPs (swiglu, gated_linear_unit)": (traits.gated, False),
+        "position_embedding_type": (traits.position, ("none",)),
+        "add_bias_linear": (traits.bias, (False,)),
+        "a gate of MLPs (swiglu, gated_linear_unit)": (traits.gated, (False,)),
     }
-    reasons = [
-        f"{key} = {value}: Nemotron-H only has {expected}"
-        for key, (value, expected) in known.items()
-        if value != expected
-    ]
-    return core.core_reasons(facts) + balancing_reasons(traits) + reasons
+    reasons = core.core_reasons(facts) + balancing_reasons(traits)
+    return reasons + beyond(known, ": Nemotron-H only has")
 
 
 def _core_config(facts: Facts) -> HybridConfig:

@@ -26,6 +26,7 @@ from export_scripts.families.layout.spec import Layout
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
+    beyond,
     missing_sizes,
     unknown_model,
 )
@@ -72,11 +73,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     }
     if is_mixture:
         known["position_embedding_type"] = (traits.position, _ROTARY)
-    reasons = [
-        f"{key} = {value} cannot be represented; known: {', '.join(values)}"
-        for key, (value, values) in known.items()
-        if value not in values
-    ]
+    reasons = beyond(known, " cannot be represented; known:")
     if is_mixture and not traits.gated:
         reasons.append(f"activation = {traits.activation}: mixtures are only written with a gate")
     return reasons + missing_sizes(traits) + unknown_model(facts)

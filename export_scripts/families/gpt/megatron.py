@@ -13,6 +13,7 @@ from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
+    beyond,
     missing_sizes,
     unknown_model,
 )
@@ -47,11 +48,7 @@ def gpt_reasons(traits: MegatronTraits) -> list[str]:
         "normalization": (traits.normalization, ("layernorm", "layernorm1p")),
         "num_query_groups": (traits.query_groups, (traits.head_num,)),
     }
-    reasons = [
-        f"{key} = {value}: FT's GPT has only {', '.join(map(str, values))}"
-        for key, (value, values) in known.items()
-        if value not in values
-    ]
+    reasons = beyond(known, ": FT's GPT has only")
     if traits.gated or traits.activation not in _ACTIVATIONS:
         word = traits.source.get("activation") or traits.activation
         reasons.append(

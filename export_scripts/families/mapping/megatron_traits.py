@@ -7,6 +7,7 @@ megatron/core/transformer/transformer_config.py.
 """
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,18 @@ _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
 # that only NeMo reads.
 _SCALED_BY_CORE = ("megatron", "bridge")
 _SCALING_OF_NEMO = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
+
+
+def beyond(known: Mapping[str, tuple[Any, Collection[Any]]], limit: str) -> list[str]:
+    """Return a reason for each key whose value is not known; `limit` comes before the known ones.
+
+    `known` has the value of each key, and the known ones.
+    """
+    return [
+        f"{key} = {value}{limit} {', '.join(map(str, values))}"
+        for key, (value, values) in known.items()
+        if value not in values
+    ]
 
 
 def missing_sizes(traits: MegatronTraits) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
+    beyond,
     megatron_settings,
     nemo_activation,
     nemo_fuses_activation,
@@ -159,11 +160,9 @@ def _beyond_layout(traits: _Traits) -> list[str]:
         for key in _COMMON
         if encoder.source.get(key) != decoder.source.get(key)
     ]
-    reasons += [
-        f"{key} = {traits.words[key]}: FT's T5 has {', '.join(known)}"
-        for key, (_, known) in _WORDS.items()
-        if traits.words[key] not in known
-    ]
+    reasons += beyond(
+        {key: (traits.words[key], known) for key, (_, known) in _WORDS.items()}, ": FT's T5 has"
+    )
     activation, (stages, split) = traits.words["activation"], traits.stages
     experts = encoder.source.get("num_moe_experts") or decoder.source.get("num_moe_experts")
     checks = {
