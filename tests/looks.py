@@ -1,4 +1,4 @@
-"""What tests look for in messages and in tensors."""
+"""Words in messages and equal tensors, as tests look for them."""
 
 from collections.abc import Iterable
 

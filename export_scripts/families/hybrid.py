@@ -195,7 +195,7 @@ def _part(key: str, parts: Sequence[str], place: int) -> Rows:
 
 def _pattern(settings: Settings) -> str:
     """Return the letters of the layers, from a pattern or a list of names."""
-    listed = settings.source.get("layers_block_type") or settings.source.get("layer_types")
+    listed = settings.get("layers_block_type") or settings.get("layer_types")
     stated = settings.value("hybrid_override_pattern", default="ME*-")
     if isinstance(listed, list):
         stated = "".join(_KINDS.get(str(kind), "?") for kind in listed)
@@ -287,7 +287,7 @@ def _core_config(facts: Facts) -> HybridConfig:
     def own(traits: MegatronTraits) -> Fields:
         settings = traits.settings
         size = settings.integer("mamba_head_dim", default=64)
-        has_latent = traits.source.get("moe_latent_size") is not None
+        has_latent = traits.get("moe_latent_size") is not None
         return _relevant(
             {
                 **core_experts(traits),

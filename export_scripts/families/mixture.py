@@ -151,7 +151,7 @@ def _dense(settings: Settings, values: Fields, layers: Iterable[int]) -> Fields:
 
 def _qwen_layers(settings: Settings, values: Fields) -> Fields:
     """Return the layers without experts: those listed, and all but every n-th."""
-    listed = settings.source.get("mlp_only_layers") or []
+    listed = settings.get("mlp_only_layers") or []
     every = settings.integer("decoder_sparse_step", default=1)
     numbers = range(values["num_layer"])
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
@@ -202,7 +202,7 @@ def _ernie_layers(settings: Settings, values: Fields) -> Fields:
 
 def _softmax_groups(settings: Settings, _: Fields) -> Fields:
     """Return the fields of groups, scored by their best expert, if topk_method uses groups."""
-    method = settings.source.get("topk_method") or "greedy"
+    method = settings.get("topk_method") or "greedy"
     if method not in (known := ("greedy", "group_limited_greedy")):
         settings.note(f"topk_method = {method!r:.100}: known: {', '.join(known)}")
     groups = {"group_num": 1, "group_topk": 1}
@@ -306,7 +306,7 @@ _BALANCING = (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 def _core_reasons(facts: Facts) -> list[str]:
     traits = core_traits(facts)
     reasons = balancing_reasons(traits)
-    if traits.query_groups != traits.head_num and traits.source.get("multi_latent_attention"):
+    if traits.query_groups != traits.head_num and traits.get("multi_latent_attention"):
         reasons.append(
             f"num_query_groups = {traits.query_groups} with multi_latent_attention: expected none"
         )
@@ -315,7 +315,7 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 def balancing_reasons(traits: MegatronTraits) -> list[str]:
     """Return a reason for each kind of load balancing that affects the choice of experts."""
-    balancing = traits.source.get("moe_router_load_balancing_type")
+    balancing = traits.get("moe_router_load_balancing_type")
     return [
         f"moe_router_load_balancing_type = {kind!s:.100}: it affects the routing, too"
         for kind in (balancing if isinstance(balancing, list) else [balancing])
@@ -325,7 +325,7 @@ def balancing_reasons(traits: MegatronTraits) -> list[str]:
 
 def _core_dense_layers(traits: MegatronTraits) -> tuple[int, ...]:
     """Return the layers without experts: from a list, or all but every n-th from the first."""
-    stated, count = traits.source.get("moe_layer_freq", 1), traits.num_layer
+    stated, count = traits.get("moe_layer_freq", 1), traits.num_layer
     if is_count(stated, 1):
         return tuple(number for number in range(count) if number % stated)
     if isinstance(stated, list) and len(stated) == count and set(stated) <= {0, 1}:
@@ -433,14 +433,14 @@ def _core_config(facts: Facts) -> MixtureConfig:
             "model_name": "mixture",
             "has_mlp_bias": False,
             "has_expert_bias": traits.bias,
-            "has_sinks": traits.source.get("softmax_type") in _SINKS,
+            "has_sinks": traits.get("softmax_type") in _SINKS,
             "gate_alpha": _QUICK_GELU if traits.activation == "quick_gelu" else 1.0,
             "gate_offset": core.optional_number(settings, "glu_linear_offset") or 0.0,
             "gate_limit": core.optional_number(settings, "activation_func_clamp_value"),
             "dense_layers": dense,
             "dense_inter_size": traits.inter_size if dense else 0,
             "has_shared_gate": facts.has(gate)
-            or bool(experts["shared_inter_size"] and traits.source.get("moe_shared_expert_gate")),
+            or bool(experts["shared_inter_size"] and traits.get("moe_shared_expert_gate")),
             **experts,
             **_core_latent(traits),
         }

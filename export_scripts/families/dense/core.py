@@ -95,7 +95,7 @@ def core_config(
     traits = core_traits(facts)
     settings = traits.settings
     activation = _SIGMOID_GATED.get(traits.activation, traits.activation)
-    is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
+    is_scaled = _is_gemma(traits) or traits.get("apply_embedding_scaling")
     rotary_layers = _layers(traits, "no_rope_freq")
     if rotary_layers == () and not settings.problems:
         settings.note("no_rope_freq: no layer would have rotary positions")
@@ -105,7 +105,7 @@ def core_config(
         **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
         **_core_windows(traits),
         **_core_rotary(traits),
-        "rotary_interleaved": bool(traits.source.get("rotary_interleaved")),
+        "rotary_interleaved": bool(traits.get("rotary_interleaved")),
         "rotary_layers": rotary_layers,
         **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
         "attention_softcap": optional_number(settings, "attn_logit_softcapping"),
@@ -115,7 +115,7 @@ def core_config(
         "hidden_size": traits.hidden,
         "norm_type": traits.normalization.removesuffix("1p"),
         "norm_one_plus": _keeps_one_plus(traits),
-        "query_key_norm": "head" if traits.source.get("qk_layernorm") else None,
+        "query_key_norm": "head" if traits.get("qk_layernorm") else None,
         "activation_type": GATED[activation] if traits.gated else activation,
     }
     return settings.build_config(kind, facts, **{**fields, **own(traits)})
@@ -123,7 +123,7 @@ def core_config(
 
 def optional_number(settings: Settings, *names: str) -> float | None:
     """Return the number of the first key that is set; null, 0 and false count as not set."""
-    name = next((each for each in names if settings.source.get(each)), None)
+    name = next((each for each in names if settings.get(each)), None)
     return None if name is None else settings.number(name)
 
 
@@ -132,7 +132,7 @@ def _is_gemma(traits: MegatronTraits) -> bool:
 
     NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma
     """
-    return str(traits.source.get("model_class")).startswith("Gemma")
+    return str(traits.get("model_class")).startswith("Gemma")
 
 
 def _keeps_one_plus(traits: MegatronTraits) -> bool:
@@ -157,11 +157,11 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
         width = round(scale**-2)  # the scale was computed from it
     if width is not None:
         scale = width**-0.5
-    if not traits.source.get("use_mup"):
+    if not traits.get("use_mup"):
         return {"attention_scale": scale, "embedding_scale": embedding_scale}
     if scale is None:
         head = settings.number("mup_base_head_dim", default=1)
-        power = settings.source.get("mup_attn_scale_power", 1.0)
+        power = settings.get("mup_attn_scale_power", 1.0)
         scale = head**0.5 / traits.size_per_head**power
     logit_scale = settings.number("mup_output_mult", default=1.0)
     if logit_scale == 1:
@@ -231,7 +231,7 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> Layers
     A number n skips every n-th layer. A list has an entry per layer, which skips it if its truth
     value is `skipped`. megatron/core/transformer/transformer_config.py; transformer/utils.py
     """
-    pattern, count = traits.source.get(key), traits.num_layer
+    pattern, count = traits.get(key), traits.num_layer
     if not pattern:
         return None
     if not isinstance(pattern, list):
@@ -248,8 +248,8 @@ def _core_windows(traits: MegatronTraits) -> Fields:
 
     Transformer Engine states (positions before the current one, 0); Gemma 3 states one number.
     """
-    window, count = traits.source.get("window_size") or 0, traits.num_layer
-    pattern: Any = traits.source.get("interleaved_attn_pattern")
+    window, count = traits.get("window_size") or 0, traits.num_layer
+    pattern: Any = traits.get("interleaved_attn_pattern")
     layers: Layers
     if _is_list_of(str, pattern, count):
         layers = tuple(n for n, kind in enumerate(pattern) if kind == "sliding_attention")

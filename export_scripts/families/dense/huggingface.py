@@ -121,7 +121,7 @@ class DenseDecoder(HuggingFaceDecoder):
         settings.divide(heads, values["kv_head_num"], "num_attention_heads by num_key_value_heads")
         size = (
             settings.integer(self.head_dim_key, default=self.head_dim)
-            if self.head_dim or settings.source.get(self.head_dim_key) is not None
+            if self.head_dim or settings.get(self.head_dim_key) is not None
             else settings.divide(hidden, heads, "hidden_size by num_attention_heads")
         )
         activation = values.get("activation_type", "").lower()

@@ -45,7 +45,7 @@ def _all_but_every(nth: int, count: int) -> list[bool]:
 def _rotating(settings: Settings, values: Table) -> list[bool]:
     count = values["num_layer"]
     every = settings.integer("no_rope_layer_interval", default=4)
-    rotates = settings.source.get("no_rope_layers") or _all_but_every(every, count)
+    rotates = settings.get("no_rope_layers") or _all_but_every(every, count)
     if not isinstance(rotates, list) or len(rotates) < count:
         settings.note(
             f"no_rope_layers = {rotates!r}: expected an entry for each of the {count} layers"
@@ -151,7 +151,7 @@ def _read_granite_4(settings: Settings, _: Table) -> Fields:
         settings.note(
             "a Granite 4 has to have attention in all of layer_types, and num_local_experts = 0"
         )
-    rotates = settings.source.get("position_embedding_type") == "rope"
+    rotates = settings.get("position_embedding_type") == "rope"
     return {} if rotates else {"rotary_embedding": 0}
 
 

@@ -50,7 +50,7 @@ def gpt_reasons(traits: MegatronTraits) -> list[str]:
     }
     reasons = beyond(known, ": FT's GPT has only")
     if traits.gated or traits.activation not in _ACTIVATIONS:
-        word = traits.source.get("activation") or traits.activation
+        word = traits.get("activation") or traits.activation
         reasons.append(
             f"activation = {word}: FT's GPT has {', '.join(_ACTIVATIONS)}, without a gate"
         )

@@ -80,7 +80,7 @@ class HuggingFaceSettings:
             if each.kind == "size" and names[0] not in self.may_lack:
                 default = REQUIRED
             is_open = each.kind == "count" or (each.kind == "size" and default is None)
-            if is_open and settings.source.get(names[0]) is None:
+            if is_open and settings.get(names[0]) is None:
                 continue
             found = getattr(settings, kind)(*names, default=default)
             if kind.endswith("activation"):

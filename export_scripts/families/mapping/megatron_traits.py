@@ -62,7 +62,7 @@ class MegatronTraits:
             config = {**config, **dict.fromkeys(_SCALING_OF_NEMO)}
         settings = megatron_settings(config, label)
         self.settings = settings  # for settings that only one family reads
-        self.source = settings.source  # the configuration
+        self.source, self.get = settings.source, settings.get  # the configuration
 
         def size(*keys: str, default: int = 0) -> int:
             return settings.integer(_stated(config, *keys), default=default, least=0)
@@ -215,7 +215,7 @@ def missing_sizes(traits: MegatronTraits) -> list[str]:
         "max_position_embeddings": traits.max_pos_seq_len,
     }
     return [
-        f"{key} = {traits.source.get(key)!r}: a folder needs {key}"
+        f"{key} = {traits.get(key)!r}: a folder needs {key}"
         for key, value in sizes.items()
         if not value
     ]

@@ -121,8 +121,8 @@ def _parameters_by_kind(settings: Settings) -> tuple[Table, Table]:
 
     transformers 5, Gemma3TextConfig.convert_rope_params_to_dict, which ignores all others.
     """
-    scaling = settings.source.get("rope_scaling") or {}
-    by_kind = settings.source.get("rope_parameters") or {}
+    scaling = settings.get("rope_scaling") or {}
+    by_kind = settings.get("rope_parameters") or {}
     known = ("full_attention", "sliding_attention")
     is_known = isinstance(by_kind, Mapping) and all(
         name in known and isinstance(value, Mapping | None) for name, value in by_kind.items()
@@ -169,7 +169,7 @@ def rotary_fraction(dims: int, size_per_head: int) -> float:
 
 def _scaling(kind: str, given: Settings, settings: Settings) -> Fields:
     """Return the fields of a kind of scaling; none if a parameter is missing."""
-    if missing := [name for name in ROTARY_SCALINGS[kind] if given.source.get(name) is None]:
+    if missing := [name for name in ROTARY_SCALINGS[kind] if given.get(name) is None]:
         settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
         return {}
     context = settings.integer("max_position_embeddings")
@@ -205,10 +205,10 @@ def _attention_factor(given: Settings) -> float:
 
     YaRN (arXiv 2309.00071), section 3.4; mscale and mscale_all_dim are DeepSeek's refinement.
     """
-    if given.source.get("attention_factor") is not None:
+    if given.get("attention_factor") is not None:
         return given.number("attention_factor")
     factor = given.number("factor")
-    if given.source.get("mscale") and given.source.get("mscale_all_dim"):
+    if given.get("mscale") and given.get("mscale_all_dim"):
         scales = (given.number(name) for name in ("mscale", "mscale_all_dim"))
         return yarn_growth(factor, next(scales)) / yarn_growth(factor, next(scales))
     return yarn_growth(factor, 1.0)

@@ -59,9 +59,13 @@ class Settings:
         """Add a problem with a key."""
         self.problems.append(f"{self.label}: {problem}")
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting as it is stated."""
+        return self.source.get(name, default)
+
     def value(self, *names: str, default: Any = REQUIRED) -> Any:
         """Return the value of the first spelling that is set; null counts as not set."""
-        found = [name for name in names if self.source.get(name) is not None]
+        found = [name for name in names if self.get(name) is not None]
         if not found:
             if default is REQUIRED:
                 self.problems.append(f"{self.label} has no {' or '.join(names)}")

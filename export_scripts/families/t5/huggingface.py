@@ -69,7 +69,7 @@ def _feed_forward(facts: Facts) -> tuple[str, bool]:
 
 
 def _token(settings: Settings, name: str, *, default: int) -> int:
-    token = settings.token(name, settings.source.get(name))
+    token = settings.token(name, settings.get(name))
     return default if token is None else token
 
 
@@ -155,8 +155,8 @@ def _scales_logits(settings: Settings) -> bool:
     transformers 5 ties every head, has a separate key for a T5's scaling, and never scales an mT5;
     transformers 4 scales if the head is tied.
     """
-    is_mt5 = settings.source.get("model_type") == "mt5"
-    version = str(settings.source.get("transformers_version", "4")).split(".")[0]
+    is_mt5 = settings.get("model_type") == "mt5"
+    version = str(settings.get("transformers_version", "4")).split(".")[0]
     if is_mt5 and version.isdigit() and int(version) >= 5:
         return False
     tied = settings.flag("tie_word_embeddings", default=not is_mt5)

@@ -152,24 +152,24 @@ def _beyond_layout(traits: _Traits) -> list[str]:
         f"{side.label} has no {key}: a T5 folder needs it"
         for side in (encoder, decoder)
         for key in _SIZES
-        if not side.source.get(key)
+        if not side.get(key)
     ]
     reasons += [
-        f"{key} = {encoder.source.get(key)!r} in the encoder and {decoder.source.get(key)!r} in "
+        f"{key} = {encoder.get(key)!r} in the encoder and {decoder.get(key)!r} in "
         "the decoder: FT's T5 has one value for both"
         for key in _COMMON
-        if encoder.source.get(key) != decoder.source.get(key)
+        if encoder.get(key) != decoder.get(key)
     ]
     reasons += beyond(
         {key: (traits.words[key], known) for key, (_, known) in _WORDS.items()}, ": FT's T5 has"
     )
     activation, (stages, split) = traits.words["activation"], traits.stages
-    experts = encoder.source.get("num_moe_experts") or decoder.source.get("num_moe_experts")
+    experts = encoder.get("num_moe_experts") or decoder.get("num_moe_experts")
     checks = {
         f"num_moe_experts = {experts}: the model is a mixture of experts": experts
         not in (None, 0, 1),
         f"openai_gelu = true overrides activation = {activation}": (
-            bool(encoder.source.get("openai_gelu")) and activation not in ("gelu", "geglu")
+            bool(encoder.get("openai_gelu")) and activation not in ("gelu", "geglu")
         ),
         "max_position_embeddings is missing: the table of positions needs its size": (
             not traits.fields["relative_attention_num_buckets_or_max_pos_seq_len"]
@@ -294,7 +294,7 @@ def _weights(facts: Facts, _: T5Config) -> Sources:
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         # Rows are grouped by part in a legacy model, else by head.
-        **_stacks("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
+        **_stacks("knd" if traits.encoder.get("megatron_legacy") else "nkd"),
         # The same decision for the whole model, not for each stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
