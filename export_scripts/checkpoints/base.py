@@ -174,6 +174,7 @@ StoredTensors = dict[str, StoredTensor]
 NamedPieces = dict[str, Piece]
 ScaledPieces = tuple[Piece, Piece]  # a matrix in FP8 and its scales
 StoredParts = tuple[StoredTensor, ...]
+Remarks = tuple[str, ...]  # what a user should know about a conversion
 IsAllowed = Callable[[str], bool]  # takes a setting's name; whether the user allows to ignore it
 
 
@@ -351,7 +352,7 @@ class CheckpointReader:
     # Name -> a matrix stored in FP8 (out, in), and its scales (out, groups of inputs).
     fp8: Mapping[str, ScaledPieces] = field(default_factory=dict)
     fp8_group: int = 0  # inputs per scale; 0: all
-    remarks: tuple[str, ...] = ()  # for the report, such as the choice among several files
+    remarks: Remarks = ()  # for the report, such as the choice among several files
     # Names in the files of a Hugging Face folder, which may not be those of transformers' family.
     stored_names: frozenset[str] = frozenset()
     keepalive: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive

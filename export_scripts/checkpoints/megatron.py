@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from export_scripts.checkpoints.base import CheckpointReader, Files, Region, read_name
+from export_scripts.checkpoints.base import CheckpointReader, Files, Region, Remarks, read_name
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import has_sizes, is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
@@ -90,7 +90,7 @@ def open_megatron(path: Path) -> CheckpointReader:
     )
 
 
-def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> CheckpointReader:
+def _open_distributed(path: Path, root: Path, remarks: Remarks) -> CheckpointReader:
     found = read_distributed(
         open_container(root),
         format="megatron",
@@ -105,7 +105,7 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Check
     return dataclasses.replace(found, path=path, config=_config(found.config))
 
 
-def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
+def iteration_folder(path: Path) -> tuple[Path, Remarks]:
     """Return the folder of a run's last checkpoint, and a remark on the choice.
 
     Raises:

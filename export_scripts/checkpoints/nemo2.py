@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Files, StoredTensor, last_name
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    Files,
+    Remarks,
+    StoredTensor,
+    last_name,
+)
 from export_scripts.checkpoints.containers import Container, open_container, read_yaml
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.distributed import read_distributed
@@ -33,7 +39,7 @@ _LATEST = "latest_train_state.pt"
 _TOKENIZER = "tokenizer/"
 
 
-def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> CheckpointReader:
+def open_nemo2(container: Container, remarks: Remarks = ()) -> CheckpointReader:
     """Return the index of a NeMo 2 checkpoint.
 
     The configuration is the model's, with the classes of model and configuration as `model_class`
@@ -130,7 +136,7 @@ def open_bridge(path: Path) -> CheckpointReader:
     )
 
 
-def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
+def _checkpoint_folder(path: Path) -> tuple[Path, Remarks]:
     """Return the folder of a checkpoint (the path, or a run's last), and remarks on the choice."""
     if (path / CONFIG_NAME).is_file():
         return path, ()

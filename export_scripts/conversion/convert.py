@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.checkpoints import LATEST, chosen_entry
-from export_scripts.checkpoints.base import fingerprint_files, json_file
+from export_scripts.checkpoints.base import Remarks, fingerprint_files, json_file
 from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.huggingface import is_huggingface
@@ -67,7 +67,7 @@ class ConversionSummary:
     seconds: float  # duration of this run
     peak_memory_bytes: int  # largest resident size of this process so far
     already_done: bool  # whether the folder was complete before
-    remarks: tuple[str, ...] = ()  # warnings and choices to report
+    remarks: Remarks = ()  # warnings and choices to report
 
 
 def check_conversion(request: ConversionRequest) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
+    Remarks,
     StoredTensor,
 )
 from export_scripts.conversion.ft_source import FT_FORMAT
@@ -390,7 +391,7 @@ def weights_file(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Writ
 
 def _other_files(
     source: ConversionPlan, mapping: SourceMapping, config: Fields
-) -> tuple[Contents, tuple[str, ...]]:
+) -> tuple[Contents, Remarks]:
     """Return the files next to the weights, and remarks about them."""
     remarks = []
     key = mapping.positions

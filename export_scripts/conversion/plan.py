@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, Files, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, Files, Remarks, json_table, read_small
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
@@ -76,7 +76,7 @@ class ConversionPlan:
     tensors: tuple[TensorPlan, ...]  # the family's tensors
     files: tuple[tuple[WrittenFile, ...], ...]  # files of weights; a tensor's files are one group
     extra_files: Contents  # name -> content of every other file
-    remarks: tuple[str, ...]  # warnings to report
+    remarks: Remarks  # warnings to report
 
 
 def _shards(item: TensorPlan, config: FTConfig) -> tuple[WrittenFile, ...]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from export_scripts.checkpoints.base import json_table
+from export_scripts.checkpoints.base import Remarks, json_table
 from export_scripts.conversion.plan import Contents, ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.families.table import SOURCE_MAPPINGS
@@ -73,7 +73,7 @@ def _is_tokenizer(plan: ConversionPlan, name: str) -> bool:
     return name in plan.facts.tokenizer and name != _GENERATION
 
 
-def _files(plan: ConversionPlan) -> tuple[Contents, tuple[str, ...]]:
+def _files(plan: ConversionPlan) -> tuple[Contents, Remarks]:
     """Return the tokenizer's files and remarks about them.
 
     Raises:
@@ -158,7 +158,7 @@ def _not_copied(plan: ConversionPlan) -> Iterator[str]:
         yield f"not copied from {reader.home}: {first_names(names)}"
 
 
-def _check_rows(plan: ConversionPlan, tokenizer: Table) -> tuple[str, ...]:
+def _check_rows(plan: ConversionPlan, tokenizer: Table) -> Remarks:
     """Check the IDs of a tokenizer.json against the embedding's rows.
 
     Added tokens may exceed them, as tokens of images do in text-only releases; a remark names them.
@@ -204,7 +204,7 @@ def _check_last_id(plan: ConversionPlan, last: int) -> None:
 
 def _built_files(
     plan: ConversionPlan, files: Contents, settings: Table
-) -> tuple[Contents, tuple[str, ...]]:
+) -> tuple[Contents, Remarks]:
     backend, unknown = _checked_tokenizer(files, _stated_case(plan, settings))
     _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
     special = {

@@ -7,11 +7,12 @@ from typing import Any
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.layout.config import Layers
 from export_scripts.families.layout.decoder import LAYER
-from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.layout.spec import ModelFamily, Patterns
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.sources import Keys
 from foundations.files.json_content import Fields, Table
 
 # Activation of a gated MLP -> activation_type.
@@ -106,9 +107,9 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_fraction: float | None = None
     rotary_usual: Table | None = None  # the library's default of all parameters, if not plain
     # The keys that transformers 4 accepts in rope_scaling, with the kind as `type`; empty: any.
-    scaling_keys: tuple[str, ...] = ()
+    scaling_keys: Keys = ()
     window: Window | None = None  # None: no layer has a window
-    ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    ignored: Patterns = ("*rotary_emb.inv_freq",)
     accepts: tuple[str, ...] = ()
     # A model trained in bf16 may overflow in fp16.
     warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings

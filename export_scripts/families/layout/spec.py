@@ -24,6 +24,7 @@ from foundations.tables import read_cells
 # Conditions on config fields or properties: all must be true (with "not " before: false), or equal
 # the value after "="; a tuple has an entry per layer.
 When = tuple[str, ...]
+Patterns = tuple[str, ...]  # shell patterns of names
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -155,7 +156,7 @@ class ModelFamily:
     layout: Layout
     # Config fields or properties that the tensor-parallel size must divide.
     divisible: tuple[str, ...] = ("head_num", "inter_size")
-    unread: tuple[str, ...] = ()  # patterns of other converters' files that no loader reads
+    unread: Patterns = ()  # patterns of other converters' files that no loader reads
     ft_backend: bool = True  # whether NVIDIA's FasterTransformer backend can serve it
     has_shards: bool = True  # False: it is only written as a Hugging Face folder
     # Whether a config.ini is this family's, if two families share a main section.

@@ -12,7 +12,7 @@ from typing import Any
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
-from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.layout.spec import ModelFamily, Patterns
 from export_scripts.families.mapping.known_settings import huggingface_obstacles, huggingface_table
 from export_scripts.families.mapping.names import Names, named_sources, whole_names
 from export_scripts.families.mapping.settings import (
@@ -22,7 +22,7 @@ from export_scripts.families.mapping.settings import (
     model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Flat, Sources
+from export_scripts.families.mapping.sources import Copy, Flat, Keys, Sources
 from foundations.files.json_content import Fields, Table
 from foundations.tables import read_cells
 
@@ -153,13 +153,13 @@ class HuggingFaceDecoder:
     sources: SourcesOf = lambda *_: {}
     traits: Sequence[Trait] = ()  # further fields
     constants: Table = field(default_factory=dict)  # settings that only other programs read
-    heads: tuple[str, ...] = ("lm_head.weight",)  # keys of the head; the first stored is used
+    heads: Keys = ("lm_head.weight",)  # keys of the head; the first stored is used
     is_tied: bool = False  # the library's default of tie_word_embeddings
     stores_head: bool = False  # whether an FT folder holds the head of a tied model, too
     bos: int | None = None  # the library's default of bos_token_id
     eos: int | None = None  # the library's default of eos_token_id
     positions: str | None = None  # key of the longest sequence, if the config has no field for it
-    ignored: tuple[str, ...] = ()  # patterns of source tensors that are not converted
+    ignored: Patterns = ()  # patterns of source tensors that are not converted
     prefix: str = "model."  # prefix that names lack in a model saved without its head
     accepts: tuple[str, ...] = ("prompt",)  # kinds of added archives
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # about a model that converts

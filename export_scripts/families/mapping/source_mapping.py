@@ -20,8 +20,8 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
-from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import Copy, Sources
+from export_scripts.families.layout.spec import ModelFamily, Patterns
+from export_scripts.families.mapping.sources import Copy, Keys, Sources
 from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Table
 from foundations.suggest import matches_any
@@ -172,8 +172,8 @@ class SourceMapping:
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     # Setting with which a model may compute something else -> reason. The user may allow each.
     obstacles: Callable[[Facts], Mapping[str, str]] = lambda _: {}
-    ignored: tuple[str, ...] = ()  # patterns of source tensors that are not converted
-    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # duplicates, as a tied head
+    ignored: Patterns = ()  # patterns of source tensors that are not converted
+    copies: Callable[[Facts, Any], Keys] = lambda *_: ()  # duplicates, as a tied head
     prefix: str = ""  # prefix of keys that sources may omit
     accepts: tuple[str, ...] = ()  # added archives: prompt, ia3, adapter, activation_ranges
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # about a model that converts
@@ -182,8 +182,8 @@ class SourceMapping:
     # it. None for formats that are not written.
     written: Callable[[Any, bool], Sequence[Table]] | None = None
     positions: str | None = None  # key of the longest sequence, if the config has no field for it
-    nulls: tuple[str, ...] = ()  # settings whose default in the library is not null
-    carried: tuple[str, ...] = ()  # ignored tensors that are copied to a Hugging Face folder
+    nulls: Keys = ()  # settings whose default in the library is not null
+    carried: Patterns = ()  # ignored tensors that are copied to a Hugging Face folder
 
     def sources(self, facts: Facts, config: Any) -> Sources:
         """Return `weights`, and the source of added prompt tables."""

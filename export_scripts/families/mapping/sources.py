@@ -56,6 +56,7 @@ class View:
     place: int = 0  # position among the views that make up the rows of a source's tensor
 
 
+Keys = tuple[str, ...]  # names of tensors, or of settings, in a source
 Views = Sequence[tuple[str, View]]
 # (key, axis on which training ranks cut it; None: replicated) of every tensor read.
 Reads = tuple[tuple[str, int | None], ...]
@@ -292,7 +293,7 @@ def key_scales(key: str, cut: int | None) -> Rows:
 class HeadScales(TensorSource):
     """Scales of norms of each head: a key for each head (size,), or one for all (heads, size)."""
 
-    keys: tuple[str, ...]
+    keys: Keys
     part: int  # queries (0) or keys (1); the keys' are repeated like their heads
     is_joint: bool = False  # whether one key holds the scales of all heads
 
@@ -372,7 +373,7 @@ class Compute(TensorSource):
     """
 
     function: Callable[..., Tensor]
-    keys: tuple[str, ...]
+    keys: Keys
     cut: int = 0  # axis on which training ranks cut each tensor
 
     @property
@@ -396,7 +397,7 @@ class Adjusted(TensorSource):
 
     source: TensorSource
     function: Callable[..., Tensor]
-    others: tuple[str, ...] = ()
+    others: Keys = ()
 
     @property
     def reads(self) -> Reads:
