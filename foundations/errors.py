@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+Reasons = dict[str, str]  # name of a setting, a file or another thing -> what is wrong with it
+
 _MAX_LISTED = 20
 _MAX_CHARACTERS = 4000  # per message; it may quote a value of a checkpoint
 

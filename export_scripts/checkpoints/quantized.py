@@ -32,7 +32,7 @@ from export_scripts.checkpoints.base import (
 )
 from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.numeric.dtypes import Shape
-from foundations.errors import CheckpointMismatchError, refuse
+from foundations.errors import CheckpointMismatchError, Reasons, refuse
 from foundations.files.json_content import Table, is_count
 from foundations.files.yaml_content import read_table
 
@@ -149,7 +149,7 @@ def known_settings(what: str) -> frozenset[str]:
     return frozenset(str(table[what]).split())
 
 
-def _unknown_settings(method: str, settings: Table) -> dict[str, str]:
+def _unknown_settings(method: str, settings: Table) -> Reasons:
     """Return the settings that are set but not known: name -> text with the value."""
     groups = (settings.get("config_groups") or {}).values() if method != "modelopt" else ()
     tables = [(settings, method)]

@@ -9,7 +9,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
-from foundations.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError, Reasons
 from foundations.files.checksum import checksum_of
 from foundations.files.json_content import Fields, json_object
 from foundations.suggest import matches_any
@@ -53,7 +53,7 @@ def open_directory(ft_dir: Path) -> tuple[ModelFamily, FTConfig, dict[str, FTTen
     return family, config, tensors
 
 
-def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
+def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> Reasons:
     """Return file name -> problem; the key of a problem of the whole folder is its path."""
     try:
         expected = expected_files(family, config)
@@ -72,7 +72,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     }
 
 
-def _size_problems(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+def _size_problems(folder: Path, sizes: Mapping[str, int]) -> Reasons:
     """Return file name -> problem of each file with another size, or missing."""
     problems = {}
     for name, size in sizes.items():
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Fields:
     return table
 
 
-def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
+def manifest_problems(folder: Path, *, checksums: bool) -> Reasons:
     """Return file name -> problem; the key of a problem of the manifest is its path."""
     try:
         records = read_manifest(folder)["files"]

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foundations.errors import Reasons
 from foundations.suggest import did_you_mean
 from foundations.tables import read_cells
 
@@ -109,7 +110,7 @@ PARAMETERS = _table()
 FIELDS = {"tensor_para_size": "tp_size", "pipeline_para_size": "pp_size"}
 
 
-def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
+def parameter_problems(given: Mapping[str, str]) -> Reasons:
     """Return name -> problem of parameters that the user adds to config.pbtxt."""
     found = {}
     for name, text in given.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.families.mapping.source_mapping import Facts
+from foundations.errors import Reasons
 from foundations.files.json_content import Table, dotted
 from foundations.tables import read_cells
 
@@ -90,7 +91,7 @@ def _other_types() -> KnownSettings:
     return dict.fromkeys(names, KnownSetting("none", ()))
 
 
-def huggingface_obstacles(facts: Facts) -> dict[str, str]:
+def huggingface_obstacles(facts: Facts) -> Reasons:
     """Return name -> reason for each setting of a config.json that may change the model.
 
     A setting that only other model types have is ignored, as transformers ignores it; if the file
@@ -113,14 +114,12 @@ def huggingface_obstacles(facts: Facts) -> dict[str, str]:
     }
 
 
-def eleuther_obstacles(facts: Facts) -> dict[str, str]:
+def eleuther_obstacles(facts: Facts) -> Reasons:
     """Return name -> reason for each setting of GPT-NeoX that FT's GPT-NeoX cannot express."""
     return obstacles(facts.config, library_table("eleuther"), {"read", "none"})
 
 
-def megatron_obstacles(
-    source: Table, layout: str = "", experts: str = "experts-off"
-) -> dict[str, str]:
+def megatron_obstacles(source: Table, layout: str = "", experts: str = "experts-off") -> Reasons:
     """Return name -> reason for each setting with which a model computes what a layout cannot.
 
     `layout` is a further accepted use: "dense", "t5" or "". So is `experts`: "experts-off" for a
@@ -130,7 +129,7 @@ def megatron_obstacles(
     return obstacles(source, library_table("megatron"), free)
 
 
-def obstacles(source: Table, table: KnownSettings, free: set[str]) -> dict[str, str]:
+def obstacles(source: Table, table: KnownSettings, free: set[str]) -> Reasons:
     """Return name -> reason for each setting that is unknown, or whose use is not in `free`."""
     found = {}
     for name, value in source.items():

@@ -22,7 +22,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily, Patterns
 from export_scripts.families.mapping.sources import Copy, Keys, Sources
-from foundations.errors import CheckpointMismatchError, refuse
+from foundations.errors import CheckpointMismatchError, Reasons, refuse
 from foundations.files.json_content import Table
 from foundations.suggest import matches_any
 
@@ -171,7 +171,7 @@ class SourceMapping:
     weights: Callable[[Facts, Any], Sources]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     # Setting with which a model may compute something else -> reason. The user may allow each.
-    obstacles: Callable[[Facts], Mapping[str, str]] = lambda _: {}
+    obstacles: Callable[[Facts], Reasons] = lambda _: {}
     ignored: Patterns = ()  # patterns of source tensors that are not converted
     copies: Callable[[Facts, Any], Keys] = lambda *_: ()  # duplicates, as a tied head
     prefix: str = ""  # prefix of keys that sources may omit

@@ -53,6 +53,7 @@ from export_scripts.families.t5.tuning import (
     tuning_kind,
     tuning_reasons,
 )
+from foundations.errors import Reasons
 from foundations.files.json_content import Fields, Table, nested
 
 # NeMo's activation -> the loader's spelling. The fast- variants fuse both halves of a gate into one
@@ -323,7 +324,7 @@ def _scale_queries(table: Sources, factor: float) -> None:
         scale(table, f"{DECODER_SELF}.qkv.{kind}", lambda _: first)
 
 
-def _obstacles(facts: Facts) -> dict[str, str]:
+def _obstacles(facts: Facts) -> Reasons:
     traits = _Traits(facts.config)
     return megatron_obstacles(traits.encoder.source, "t5") | megatron_obstacles(
         traits.decoder.source, "t5"
