@@ -12,6 +12,7 @@ from typing import Any
 from export_scripts.checkpoints.base import (
     CheckpointReader,
     StoredTensor,
+    StoredTensors,
     read_name,
     read_small,
     yaml_table,
@@ -61,7 +62,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
-    states: dict[TrainingRank, dict[str, StoredTensor]] = {(rank, 0): {} for rank in range(count)}
+    states: dict[TrainingRank, StoredTensors] = {(rank, 0): {} for rank in range(count)}
     numbers: list[int] = []
     for number, ranks in files.items():
         contents = [read_torch_table(ranks[rank], "a table of tensors") for rank in range(count)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from export_scripts.checkpoints.base import (
     CheckpointReader,
     StoredTensor,
+    StoredTensors,
     json_file,
     read_name,
 )
@@ -146,7 +147,7 @@ def index_huggingface(
     if not path.is_file() and not _has_weights(path) and sharded_folders(path):
         return in_huggingface_names(with_sharded_weights(configuration, path)), []
     files, index, facts, problems = _weight_files(path)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: StoredTensors = {}
     are_read = True
     for file in files:
         try:
@@ -260,7 +261,7 @@ def _indexed_files(index: Path) -> tuple[dict[str, str], Fields, list[str]]:
     return there, facts if isinstance(facts, dict) else {}, problems if missing else []
 
 
-def _with_aliases(tensors: dict[str, StoredTensor], facts: Table) -> dict[str, StoredTensor]:
+def _with_aliases(tensors: StoredTensors, facts: Table) -> StoredTensors:
     """Return tensors together with aliases, which are stored only under another tensor's name.
 
     `facts` is the metadata, which also maps omitted names to stored ones: safetensors.torch,
@@ -294,7 +295,7 @@ def _misplaced(
     return [f"{path}: {problem}; {remedy}" for problem in problems]
 
 
-def index_tensors(path: Path) -> dict[str, StoredTensor]:
+def index_tensors(path: Path) -> StoredTensors:
     """Return the tensors of a safetensors or torch file by name.
 
     Raises:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from export_scripts.checkpoints.base import FileMaps, StoredParts, StoredTensor, same_values
+from export_scripts.checkpoints.base import (
+    FileMaps,
+    StoredParts,
+    StoredTensor,
+    StoredTensors,
+    same_values,
+)
 from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Fields, Table, is_count, nested
 
@@ -222,7 +228,7 @@ def join_ranks(
     return joined
 
 
-def flatten(tree: Any) -> dict[str, StoredTensor]:
+def flatten(tree: Any) -> StoredTensors:
     """Return the tensors of nested dicts by joined keys, without the names of wrapping modules.
 
     Other values are left out, and everything outside of a `state_dict` if there is one.

@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-from export_scripts.checkpoints.base import StoredTensor, json_table, truncated
+from export_scripts.checkpoints.base import StoredTensor, StoredTensors, json_table, truncated
 from foundations.errors import CheckpointMismatchError, UnreadTypeError, first_names, listed
 
 _SAFETENSORS_TYPES = {
@@ -13,7 +13,7 @@ _SAFETENSORS_TYPES = {
 _GIT_LFS = b"version https://git-lfs"
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_safetensors(path: Path) -> tuple[StoredTensors, dict[str, str]]:
     """Return the tensors of a safetensors file by name, and its metadata.
 
     Raises:
