@@ -64,7 +64,7 @@ def by_mpirun(rank: int, node: int, local: int, arguments: argparse.Namespace) -
 
 def main() -> int:
     arguments = read_arguments()
-    tasks: list[subprocess.Popen[bytes]] = []
+    tasks = []
     given = dict(each.split("=", 1) for each in arguments.env)
     for rank in range(arguments.nnodes * arguments.npernode):
         node, local = divmod(rank, arguments.npernode)

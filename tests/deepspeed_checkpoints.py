@@ -35,7 +35,7 @@ def _rank(rank: int, folder: Path, world_size: int) -> None:
     }  # fmt: skip
     from transformers import AutoModelForCausalLM
 
-    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
     deepspeed.init_distributed("gloo")
     is_tensor_parallel = world_size == TP_SIZE
     for stage in (1, 3) if is_tensor_parallel else (1, 2, 3):

@@ -27,8 +27,7 @@ def answered(requests: Sequence[Mapping[str, Any]], python: str | None) -> list[
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def answer(
@@ -64,10 +63,7 @@ def _logits(folder: str, ids: Sequence[int]) -> list[list[float]]:
     decoder = {"decoder_input_ids": tokens} if hasattr(model, "decoder") else {}
     with torch.no_grad():
         out = model.eval()(tokens, **decoder)
-    values: list[list[float]] = (out.logits if "logits" in out else out.last_hidden_state)[
-        0
-    ].tolist()
-    return values
+    return (out.logits if "logits" in out else out.last_hidden_state)[0].tolist()
 
 
 if __name__ == "__main__":

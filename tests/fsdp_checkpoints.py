@@ -58,13 +58,13 @@ def _save(folder: Path, version: int, rank: int) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    accelerate: Any = importlib.import_module("accelerate")
+    accelerate = importlib.import_module("accelerate")
     save_fsdp_model = accelerate.utils.save_fsdp_model
     model = _model(folder, version)
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=version, state_dict_type="SHARDED_STATE_DICT"
     )
-    accelerator: Any = SimpleNamespace(process_index=rank, num_processes=WORLD_SIZE)
+    accelerator = SimpleNamespace(process_index=rank, num_processes=WORLD_SIZE)
     name = f"fsdp{version}"
     save_fsdp_model(plugin, accelerator, model, str(folder / f"accelerate_{name}"))
     save_fsdp_model(
@@ -112,7 +112,7 @@ def _rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
     )
-    accelerate: Any = importlib.import_module("accelerate")
+    accelerate = importlib.import_module("accelerate")
     accelerate.PartialState(cpu=True)  # for its log
     for version in (1, 2):
         _save(folder, version, rank)

@@ -86,7 +86,7 @@ def write_random(
 
 
 def gpt_config(*, tp_size: int = 1, **changes: Any) -> GPTConfig:
-    values: dict[str, Any] = {
+    values = {
         "model_name": "tiny",
         "head_num": 4,
         "size_per_head": 6,

@@ -222,7 +222,7 @@ def _logits(load: Load) -> torch.Tensor | None:
         torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
     with torch.no_grad():
-        out: torch.Tensor = model(ids, torch.arange(count)[None], mask)
+        out = model(ids, torch.arange(count)[None], mask)
     if parallel_state.is_pipeline_last_stage():
         return out[0, :, : args.padded_vocab_size].clone()
     torch.distributed.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())

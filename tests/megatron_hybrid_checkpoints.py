@@ -240,7 +240,7 @@ def _save(save: Hybrid) -> None:
             logits = parts[0](ids, torch.arange(len(IDS))[None], mask)[0]
         if rank == 0:
             torch.save(logits, Path(save.folder, "logits.pt"))
-    state: dict[str, Any] = {
+    state = {
         "args": _arguments(save, parts), "checkpoint_version": 3.0, "iteration": 7,
     }  # fmt: skip
     if save.classic:

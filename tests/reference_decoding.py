@@ -240,7 +240,7 @@ def _extended(
 
 def _go_on(found: Sequence[Beam], pool: list[Beam], rules: Rules) -> list[Beam]:
     """Move what ends among the best to the pool; return the beams that continue."""
-    beams: list[Beam] = []
+    beams = []
     for nth, beam in enumerate(found):
         if beam.reason not in ("end", "stop"):
             beams.append(beam)

@@ -168,7 +168,7 @@ def arguments(settings: Mapping[str, Any]) -> argparse.Namespace | None:
     out = {_ARGUMENTS.get(name, name): value for name, value in settings.items()}
     kind, gated = out.pop("activation_func"), out.pop("gated_linear_unit")
     out["num_experts"] = out.pop("num_moe_experts", None)
-    flags: dict[tuple[str, bool], dict[str, bool]] = {
+    flags = {
         ("silu", True): {"swiglu": True},
         ("gelu", False): {},
         ("squared_relu", False): {"squared_relu": True},
@@ -261,7 +261,7 @@ def _save(case: Case) -> None:
 def main(plan: Path) -> int:
     """Save every model of a plan."""
     # The masks of windows are made on CUDA's device whatever the model's is.
-    made: Any = torch.ones
+    made = torch.ones
 
     def on_cpu(*sizes: Any, **more: Any) -> Any:
         return made(*sizes, **{**more, "device": "cpu"})

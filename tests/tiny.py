@@ -56,7 +56,7 @@ def gpt_tensors(
     """Return a whole GPT in NeMo 1.x names, layers numbered globally."""
     generator = torch.Generator().manual_seed(seed)
     h, f = model.hidden, model.inter_size
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "embedding.word_embeddings.weight": (model.vocab_size, h),
         "embedding.position_embeddings.weight": (model.positions, h),
         "encoder.final_layernorm.weight": (h,),
@@ -222,7 +222,7 @@ def write_megatron(
                 language[stack][rest.replace("self_attention", attention)] = tensor
             else:
                 language[group] = {rest: tensor}
-        content: dict[str, Any] = {"iteration": 7, "model": {"language_model": language}}
+        content = {"iteration": 7, "model": {"language_model": language}}
         if version:
             content |= {
                 "checkpoint_version": version,

@@ -26,7 +26,7 @@ def core_state(*, fused_norms: bool = False, layers: int = 2) -> dict[str, torch
     norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
     if fused_norms:
         norms = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "model.embedding.word_embeddings.weight": (53, 24),
         "model.output_layer.weight": (53, 24),
         "model.decoder.final_layernorm.weight": (24,),

@@ -85,7 +85,7 @@ def core_mixture(folder: Path) -> dict[str, torch.Tensor]:
 
 def with_stacked_experts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors as a distributed checkpoint keeps them: one for all experts of a layer."""
-    out: dict[str, torch.Tensor] = {}
+    out = {}
     for name, tensor in state.items():
         before, found, after = name.partition("local_experts.")
         expert, _, what = after.partition(".")

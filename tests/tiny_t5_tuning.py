@@ -19,7 +19,7 @@ _SUBLAYER = {"key": "self_attention", "value": "self_attention", "mlp": "mlp"}
 def ia3_scalers(model: TinyT5 = PLAIN, *, seed: int = 0) -> Tensors:
     """Return a task's scalers as "<side>.<layer>.<kind>"."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    scalers: Tensors = {}
+    scalers = {}
     for side in SIDES:
         kinds = [
             "key",

@@ -52,7 +52,7 @@ def write_tiny_gpt2(target: Path, *, seed: int = 0, positions: int = 48) -> Path
         "eos_token_id": end,
     }
     write_json(target / "config.json", config)
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes = {
         "wte.weight": (len(vocab), h),
         "wpe.weight": (positions, h),
         "ln_f.weight": (h,),

@@ -664,7 +664,7 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     key: str, value: Any, tmp_path: Path, sources: Sources
 ) -> None:
     shards = convert_to(sources("llama"), tmp_path / "shards")
-    kind: Mapping[str, Any] = {"output_format": "huggingface", "tp_size": 1}
+    kind = {"output_format": "huggingface", "tp_size": 1}
     copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
     assert made(shards, copy.path).status == "equal"
     copy.setting(**{key: value})
@@ -691,7 +691,7 @@ def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
     names: list[str], tmp_path: Path, sources: Sources
 ) -> None:
     shards = convert_to(sources("llama"), tmp_path / "shards")
-    kind: Mapping[str, Any] = {"output_format": "huggingface", "tp_size": 1}
+    kind = {"output_format": "huggingface", "tp_size": 1}
     copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
     copy.setting(architectures=names)
     found = made(shards, copy.path)
@@ -1044,8 +1044,8 @@ def test_an_adapter_that_was_merged_is_certified_with_its_source(
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(str(adapter))
-    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    whole: Any = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    whole = peft.PeftModel.from_pretrained(plain, adapter).merge_and_unload()
     whole.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(source / name, folder)
@@ -1228,7 +1228,7 @@ def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_n
     name: str, tmp_path: Path
 ) -> None:
     source = write_model(name, tmp_path / "source")
-    fields: dict[str, Any] = {}
+    fields = {}
     if name in MIXTURES:
         fields = {"output_format": "huggingface", "tp_size": 1}
     certificate = made(source, convert_to(source, tmp_path, **fields), layers=True)

@@ -120,7 +120,7 @@ def test_t5_tokens_of_requests_that_arrive_while_others_run_equal_those_of_the_c
         Engine(folder, Placement(device="cuda"), options=few) as cuda,
     ):
         assert cuda.capacity.tokens == 13 * 16
-        kinds: list[dict[str, int]] = [
+        kinds = [
             {},
             {"ia3_tasks": 1},
             {"runtime_top_k": 4},

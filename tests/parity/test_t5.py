@@ -126,7 +126,7 @@ def test_every_grid_of_ranks_gives_the_same_model(
     source = write_t5(tmp_path / "t5.nemo", tensors, model)
     folder = nemo_folder(tmp_path, source, tp_size=tp_size)
     reference = Reference(tensors, model)
-    grid: dict[str, Any] = {"tp_size": tp_size, "pp_size": pp_size}
+    grid = {"tp_size": tp_size, "pp_size": pp_size}
     encoded = reference.encode(PROMPT)
     assert difference(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
     check(folder, reference, **grid)

@@ -40,8 +40,8 @@ PYTHONS = [sys.executable, *OTHERS]
 def test_megatron_core_computes_what_transformers_does(
     python: str, tmp_path: Path, soak: int
 ) -> None:
-    loads: list[Load] = []
-    expected: list[torch.Tensor] = []
+    loads = []
+    expected = []
     for number, (name, form) in enumerate([*CASES, *(OTHER_CASES if soak > 1 else ())]):
         changes = {"attention_bias": False} if name == "smollm3" else {}
         source = write_model(name, tmp_path / f"{name}-{form}", **changes)
