@@ -341,14 +341,14 @@ def core_experts(traits: MegatronTraits) -> Fields:
 
     megatron/core/transformer/moe/moe_utils.py, topk_routing_with_score_function
     """
-    settings, source = traits.settings, traits.source
+    settings = traits.settings
     per_token = settings.integer("moe_router_topk", default=2)
-    scores = source.get("moe_router_score_function") or "softmax"
+    scores = traits.get("moe_router_score_function") or "softmax"
     if scores not in ("softmax", "sigmoid"):
         settings.note(f"moe_router_score_function = {scores!r:.100}: known: softmax, sigmoid")
     is_softmax = scores == "softmax"
     groups = {}
-    if source.get("moe_router_group_topk"):
+    if traits.get("moe_router_group_topk"):
         best = settings.integer("moe_router_group_topk")
         number = settings.integer("moe_router_num_groups")
         groups = {"group_num": number, "group_topk": best, "group_score": per_token // best}
@@ -357,12 +357,12 @@ def core_experts(traits: MegatronTraits) -> Fields:
         "expert_num": traits.expert_num,
         "shared_inter_size": settings.natural("moe_shared_expert_intermediate_size", default=0),
         "experts_per_token": per_token,
-        "normalized_routing": not source.get("moe_router_pre_softmax")
+        "normalized_routing": not traits.get("moe_router_pre_softmax")
         if is_softmax
         else per_token > 1,
         "router_scores": scores,
         "has_router_correction": not is_softmax,
-        "routed_scale": core.optional_number(settings, "moe_router_topk_scaling_factor") or 1.0,
+        "routed_scale": settings.nonzero("moe_router_topk_scaling_factor") or 1.0,
         **(groups if groups.get("group_num", 1) > 1 else {}),
     }
 
@@ -373,23 +373,21 @@ def _core_latent(traits: MegatronTraits) -> Fields:
     YaRN's parameters must be stated, as defaults differ between releases.
     megatron/core/transformer/multi_latent_attention.py
     """
-    settings, source = traits.settings, traits.source
-    if not source.get("multi_latent_attention"):
+    settings = traits.settings
+    if not traits.get("multi_latent_attention"):
         return {}
-    kind = source.get("rope_type") or "yarn"
+    kind = traits.get("rope_type") or "yarn"
     rope = settings.integer("qk_pos_emb_head_dim")
-    has_rank = source.get("q_lora_rank") is not None
+    has_rank = traits.get("q_lora_rank") is not None
     factor = settings.number("rotary_scaling_factor")
     for name in ("mscale", "mscale_all_dim"):
         settings.value(name)
-    mscale, all_dim = (
-        core.optional_number(settings, name) or 0.0 for name in ("mscale", "mscale_all_dim")
-    )
+    mscale, all_dim = (settings.nonzero(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
     # Overrides what settings of plain attention may have set.
     scaling = dict.fromkeys(("rotary_scaling_type", "rotary_factor"))
     if kind == "yarn":
         original = "original_max_position_embeddings"
-        if source.get(original) is None:  # before megatron-core 0.13
+        if traits.get(original) is None:  # before megatron-core 0.13
             original = "max_position_embeddings"
         if (mscale == 0) != (all_dim == 0) and (mscale, all_dim) != (1, 0):
             settings.note(
@@ -435,8 +433,8 @@ def _core_config(facts: Facts) -> MixtureConfig:
             "has_expert_bias": traits.bias,
             "has_sinks": traits.get("softmax_type") in _SINKS,
             "gate_alpha": _QUICK_GELU if traits.activation == "quick_gelu" else 1.0,
-            "gate_offset": core.optional_number(settings, "glu_linear_offset") or 0.0,
-            "gate_limit": core.optional_number(settings, "activation_func_clamp_value"),
+            "gate_offset": settings.nonzero("glu_linear_offset") or 0.0,
+            "gate_limit": settings.nonzero("activation_func_clamp_value"),
             "dense_layers": dense,
             "dense_inter_size": traits.inter_size if dense else 0,
             "has_shared_gate": facts.has(gate)

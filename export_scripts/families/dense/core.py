@@ -108,8 +108,8 @@ def core_config(
         "rotary_interleaved": bool(traits.get("rotary_interleaved")),
         "rotary_layers": rotary_layers,
         **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
-        "attention_softcap": optional_number(settings, "attn_logit_softcapping"),
-        "logit_softcap": optional_number(settings, "final_logit_softcapping"),
+        "attention_softcap": settings.nonzero("attn_logit_softcapping"),
+        "logit_softcap": settings.nonzero("final_logit_softcapping"),
         "model_name": "llama",
         "kv_head_num": traits.query_groups,
         "hidden_size": traits.hidden,
@@ -119,12 +119,6 @@ def core_config(
         "activation_type": GATED[activation] if traits.gated else activation,
     }
     return settings.build_config(kind, facts, **{**fields, **own(traits)})
-
-
-def optional_number(settings: Settings, *names: str) -> float | None:
-    """Return the number of the first key that is set; null, 0 and false count as not set."""
-    name = next((each for each in names if settings.get(each)), None)
-    return None if name is None else settings.number(name)
 
 
 def _is_gemma(traits: MegatronTraits) -> bool:
@@ -151,8 +145,8 @@ def _scales(traits: MegatronTraits, embedding_scale: float) -> Fields:
     muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
     """
     settings = traits.settings
-    width = optional_number(settings, "query_pre_attn_scalar")
-    scale = optional_number(settings, "softmax_scale")
+    width = settings.nonzero("query_pre_attn_scalar")
+    scale = settings.nonzero("softmax_scale")
     if width is None and _is_gemma(traits) and scale:
         width = round(scale**-2)  # the scale was computed from it
     if width is not None:
@@ -288,7 +282,7 @@ def _is_list_of(kind: type, values: Any, count: int) -> bool:
 
 
 def _core_rotary(traits: MegatronTraits) -> Fields:
-    settings, source = traits.settings, traits.source
+    settings = traits.settings
     if traits.rotary_fraction > 1:
         settings.note(f"rotary_percent = {traits.rotary_fraction}: expected at most 1")
     fields = {
@@ -298,12 +292,8 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
     yarn = "yarn_rotary_scaling_factor"
     if traits.position == "yarn":  # rotates whole heads, whatever rotary_percent is
         names = "yarn_mscale", "yarn_mscale_all_dim"
-        is_plain = any(source.get(name) is None for name in names)
-        weights = (
-            (1.0, 0.0)
-            if is_plain
-            else tuple(optional_number(settings, each) or 0.0 for each in names)
-        )
+        is_plain = any(traits.get(name) is None for name in names)
+        weights = (1.0, 0.0) if is_plain else tuple(settings.nonzero(each) or 0.0 for each in names)
         return {
             **fields,
             "rotary_embedding": traits.size_per_head,
@@ -312,29 +302,28 @@ def _core_rotary(traits: MegatronTraits) -> Fields:
                 "yarn_original_max_position_embeddings",
                 weights,
                 prefix="yarn_",
-                truncate=bool(source.get("yarn_correction_range_round_to_int")),
+                truncate=bool(traits.get("yarn_correction_range_round_to_int")),
             ),
         }
-    if source.get(yarn) is not None:
+    if traits.get(yarn) is not None:
         settings.note(
-            f"{yarn} = {source[yarn]!r:.100} with position_embedding_type = rope: some releases "
-            "scale sine and cosine by it, and others do not"
+            f"{yarn} = {traits.get(yarn)!r:.100} with position_embedding_type = rope: some "
+            "releases scale sine and cosine by it, and others do not"
         )
     factor, scaled = traits.rotary_interpolation, None
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
         scaled = scaling_fields(
-            "linear", {"factor": optional_number(settings, "rope_scaling_factor") or 1.0}
+            "linear", {"factor": settings.nonzero("rope_scaling_factor") or 1.0}
         )
-    elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
-        if source.get("rope_scaling") and source.get("rope_scaling_factor") is None:
+    elif traits.get("scale_positional_embedding") or traits.get("use_rope_scaling"):
+        if traits.get("rope_scaling") and traits.get("rope_scaling_factor") is None:
             settings.note(
                 "rope_scaling = true without rope_scaling_factor, whose default is 1 or 8 in "
                 "Megatron Bridge, depending on the class: state the one used in training"
             )
         scaling = {
-            name: type(usual)(optional_number(settings, *keys) or usual)
-            for name, keys, usual in _LLAMA31
+            name: type(usual)(settings.nonzero(*keys) or usual) for name, keys, usual in _LLAMA31
         }
         scaled = scaling_fields("llama3", scaling)
     if scaled is not None and factor != 1:

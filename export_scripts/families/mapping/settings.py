@@ -120,6 +120,11 @@ class Settings:
         number = self.number(name, default=default)
         return stated if stated == number else number
 
+    def nonzero(self, *names: str) -> float | None:
+        """Return the number of the first key that is set; null, 0 and false count as not set."""
+        name = next(filter(self.get, names), None)
+        return None if name is None else self.number(name)
+
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a list of numbers greater than 0."""
         value = self.value(name)
