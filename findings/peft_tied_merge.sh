@@ -35,7 +35,8 @@ with torch.no_grad():
     merged = model.merge_and_unload()
     print("merged logits are the adapted ones:", torch.allclose(merged(ids).logits, adapted, rtol=1e-3, atol=1e-3))
     for times in (1, 2):
-        print(f"merged table is W + {times}BA:", torch.allclose(merged.model.embed_tokens.weight, table + times * product, atol=1e-5))
+        same = torch.allclose(merged.model.embed_tokens.weight, table + times * product, atol=1e-5)
+        print(f"merged table is W + {times}BA:", same)
 PY
 
 python3 -m venv "$folder/venv"
