@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,10 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from export_scripts.ft.config_ini import read_config
+from tests.json_files import read_json, write_json
+from tests.looks import assert_exact
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import read_tensors
+from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_megatron_core import write_core
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
 from tests.tiny_transformers import (
@@ -101,9 +102,9 @@ def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) ->
     source = write(tmp_path / "source", FORMS[form](core_mixture(original)), ARGS[name])
     folder = convert(request(source, tmp_path)).ft_dir
     assert folder_problems(folder) == []
-    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(original))
     again = convert(request(folder, tmp_path / "again")).ft_dir
-    torch.testing.assert_close(logits(again), logits(original), rtol=0, atol=0)
+    assert_exact(logits(again), logits(original))
 
 
 def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None
     source = write_model(name, tmp_path / "source")
     folder = convert(request(source, tmp_path / "out")).ft_dir
     assert folder_problems(folder) == []
-    torch.testing.assert_close(logits(folder), logits(source), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(source))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,7 @@ def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Pat
     for source, settings in (("memory", None), ("trainer", tmp_path / "files")):
         asked = request(tmp_path / source, tmp_path / f"{source}-out", model_config=settings)
         found = read_tensors(convert(asked).ft_dir)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[each], expected[each]) for each in expected)
+        assert_equal_tensors(found, expected)
 
 
 def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path: Path) -> None:
@@ -155,8 +155,7 @@ def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path: Path) -> None:
     expected = read_tensors(convert(request(source, tmp_path / "out")).ft_dir)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     found = read_tensors(convert(request(source, tmp_path / "again")).ft_dir)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[each], expected[each]) for each in expected)
+    assert_equal_tensors(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,8 @@ def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path: Path) -
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     folder = convert(request(source, tmp_path / "out")).ft_dir
     found = read_tensors(folder)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
-    torch.testing.assert_close(logits(folder), logits(source), rtol=0, atol=0)
+    assert_equal_tensors(found, tensors)
+    assert_exact(logits(folder), logits(source))
 
 
 def test_ernie_with_biases_is_refused(tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_what_no_model_computes_is_refused_by_name(
 ) -> None:
     source = write_model("glm4_moe_lite", tmp_path / "source")
     config = source / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    write_json(config, read_json(config) | changes)
     assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
 
@@ -240,7 +238,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         run = {"model": {"_target_": provider, **CONFIG}, "tokenizer": {}}
         (source / "run_config.yaml").write_text(yaml.safe_dump(run))
     folder = convert(request(source, tmp_path, model_type="mixture")).ft_dir
-    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(original))
 
 
 @pytest.mark.parametrize("name", list(MIXTURES))
@@ -259,7 +257,7 @@ def test_an_archive_of_nemo_1_is_read(name: str, tmp_path: Path) -> None:
         layernorm_epsilon=args["norm_epsilon"],
     )  # fmt: skip
     folder = convert(request(source, tmp_path / "out")).ft_dir
-    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(original))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +296,7 @@ def test_routing_is_written_as_the_user_states_it(tmp_path: Path) -> None:
     source = write(tmp_path / "source", with_stacked_experts(core_mixture(original)), args)
     stated = (*GIVEN, ("normalized_routing", "True"))
     folder = convert(request(source, tmp_path, given=stated)).ft_dir
-    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+    assert_exact(logits(folder), logits(original))
 
 
 def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path: Path) -> None:

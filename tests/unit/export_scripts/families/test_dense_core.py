@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.json_files import read_json
 from tests.tiny_huggingface import converted
 from tests.tiny_megatron_core import core_state, write_core
 
@@ -134,7 +134,7 @@ def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_pat
         output_format="huggingface",
     )  # fmt: skip
     folder = convert(request).ft_dir
-    assert json.loads((folder / "config.json").read_text())["model_type"] == kind
+    assert read_json(folder / "config.json")["model_type"] == kind
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.json_files import read_json, write_json
+from tests.looks import mentions
 from tests.tiny_huggingface import converted, copy_of
 
 HEADS = (("head_num", "4"), ("rotary_embedding", "2"))
@@ -33,8 +34,8 @@ def test_rotary_dimensions_that_are_null_are_the_whole_head(
     hugging_face: Path, tmp_path: Path
 ) -> None:
     source = copy_of(hugging_face, tmp_path / "s")
-    settings = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(settings | {"rotary_dim": None}))
+    settings = read_json(source / "config.json")
+    write_json(source / "config.json", settings | {"rotary_dim": None})
     assert converted(source, tmp_path).config.rotary_embedding == 8
 
 
@@ -73,7 +74,7 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(
 def test_a_release_whose_configuration_cannot_be_is_refused(
     release: Path, tmp_path: Path, reported: dict[str, Any], words: str
 ) -> None:
-    (release / "model.json").write_text(json.dumps(reported))
+    write_json(release / "model.json", reported)
     request = ConversionRequest(release / "step_383500", tmp_path / "out", 1, "fp32")
     assert words in "\n".join(check_conversion(request))
 
@@ -106,11 +107,11 @@ def test_stated_heads_are_taken(release: Path, tmp_path: Path) -> None:
 
 
 def test_model_configuration_next_to_the_release_is_used(release: Path, tmp_path: Path) -> None:
-    (release / "model.json").write_text(json.dumps({"n_heads": 8, "pe_rotary_dims": 2}))
+    write_json(release / "model.json", {"n_heads": 8, "pe_rotary_dims": 2})
     summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
     text = (summary.ft_dir / "config.ini").read_text()
     assert "head_num = 8" in text
-    assert not any("assumed" in remark for remark in summary.remarks)
+    assert not mentions(summary.remarks, "assumed")
 
 
 @pytest.mark.parametrize(
@@ -136,4 +137,4 @@ def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release: Path, tmp_
         shutil.rmtree(release / f"step_383500/shard_{shard}")
     request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS)
     problems = check_conversion(request)
-    assert any("q.weight [16, 2]" in problem for problem in problems)
+    assert mentions(problems, "q.weight [16, 2]")
