@@ -14,7 +14,7 @@ import numpy as np
 
 from inference.backend.requests import Array, Tensors
 from inference.backend.text_generation import RowRead, TextModel, column
-from inference.backend.text_models import row_texts, word_list_tensor
+from inference.backend.text_models import padded_rows, row_texts, word_list_tensor
 from inference.decoding.request import TASK_IDS
 from inference.decoding.rows import P_TUNING, RequestError
 
@@ -132,29 +132,22 @@ class NemoModel(TextModel):
 
     def answer(self, result: GenerationResult) -> dict[str, Array]:
         """Return the outputs of a request."""
-        end_id, count = self.engine.limits.end_id, len(result.rows)
         sequences = [ids for (ids,) in self.sequences(result)]
         width = max(map(len, sequences))
-        token_ids = np.full((count, 1, width), end_id, np.int32)
-        tokens = np.full((count, 1, width), b"", object)
-        logprob = np.full((count, 1, max(width - 1, 1)), np.nan, np.float32)
-        offsets = np.zeros((count, 1, width), np.int32)
-        sentences = np.empty((count, 1), object)
-        for b, (ids, row) in enumerate(zip(sequences, result.rows, strict=True)):
-            pieces = [self.tokenizer.decode([token]) for token in ids]
-            token_ids[b, 0, : len(ids)] = ids
-            tokens[b, 0, : len(ids)] = [piece.encode() for piece in pieces]
-            offsets[b, 0, 1:] = np.cumsum([*map(len, pieces), *[0] * (width - len(ids))])[:-1]
-            scores = [score.log_prob for score in (*row.prompt.scores, *row.scores)]
-            logprob[b, 0, : len(scores)] = scores
-            sentences[b, 0] = self.text(ids).encode()
-        return {
-            "sentences": sentences,
-            "tokens": tokens,
-            "token_ids": token_ids,
-            "logprob": logprob,
-            "offsets": offsets,
-        }
+        pieces = [[self.tokenizer.decode([token]) for token in ids] for ids in sequences]
+        lengths = padded_rows([[*map(len, row)] for row in pieces], width, 0, np.int32)
+        answer = {
+            "tokens": padded_rows([[*map(str.encode, row)] for row in pieces], width, b"", object),
+            "token_ids": padded_rows(sequences, width, self.engine.limits.end_id, np.int32),
+            "logprob": padded_rows(
+                [[score.log_prob for score in (*row.prompt.scores, *row.scores)]
+                 for row in result.rows],
+                max(width - 1, 1), np.nan, np.float32,
+            ),
+            "offsets": lengths.cumsum(1, np.int32) - lengths,
+        }  # fmt: skip
+        sentences = padded_rows([[self.text(ids).encode()] for ids in sequences], 1, b"", object)
+        return {"sentences": sentences, **{name: rows[:, None] for name, rows in answer.items()}}
 
 
 class NemoDeployModel(NemoModel):

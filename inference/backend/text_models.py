@@ -10,6 +10,7 @@ import csv
 import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, product, takewhile
+from typing import Any
 
 import numpy as np
 
@@ -264,19 +265,23 @@ def word_list_tensor(rows: Sequence[str], tokenizer: Tokenizer, *, name: str) ->
         found.append([ids for ids in forms if ids])
     if problems:
         raise ValueError("\n".join(problems))
-    width = max((sum(map(len, words)) for words in found), default=0)
-    tensor = np.zeros((len(found), 2, max(width, 1)), dtype=np.int32)
-    tensor[:, 1, :] = -1
-    for target, words in zip(tensor, found, strict=True):
-        target[0, : sum(map(len, words))] = list(chain(*words))
-        target[1, : len(words)] = list(accumulate(map(len, words)))
-    return tensor
+    ids = [[*chain(*words)] for words in found]
+    ends = [[*accumulate(map(len, words))] for words in found]
+    width = max((1, *map(len, ids)))
+    return np.stack(
+        (padded_rows(ids, width, 0, np.int32), padded_rows(ends, width, -1, np.int32)), axis=1
+    )
 
 
 def pad_rows(rows: Sequence[Sequence[int]], *, pad_id: int) -> tuple[Array, Array]:
     """Return the rows padded on the right, (B, S), and their lengths, (B, 1)."""
     lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)  # (B, 1)
-    ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, dtype=np.uint32)  # (B, S)
-    for target, row in zip(ids, rows, strict=True):
+    return padded_rows(rows, max(map(len, rows), default=0), pad_id, np.uint32), lengths
+
+
+def padded_rows(rows: Sequence[Sequence[Any]], width: int, pad: Any, dtype: Any) -> Array:
+    """Return the rows padded on the right to a width, (B, S)."""
+    found = np.full((len(rows), width), pad, dtype)
+    for target, row in zip(found, rows, strict=True):
         target[: len(row)] = row
-    return ids, lengths
+    return found
