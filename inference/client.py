@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
-from foundations.commands import accept_any_text
+from foundations.commands import run_command
 from foundations.files.json_content import json_object
 from inference.decoding.rows import SessionTurn
 from inference.front.access import Credentials, published_endpoint
@@ -56,30 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, command in of.items():
         command.set_defaults(run=_COMMANDS[name][0])
         add_connection_options(command)
-    arguments = parser.parse_args(argv)
-    return finished(arguments.run, arguments)
+    return run_command(parser, _run, argv)
 
 
-def finished(run: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
-    """Run a client's command and return its status; print a failure as one line, status 1."""
+def _run(arguments: argparse.Namespace) -> int | None:
+    """Run a command; return its status. Raises ValueError without the server's answer."""
     from tritonclient.utils import InferenceServerException
 
-    accept_any_text()
     try:
-        return run(arguments) or 0
+        return arguments.run(arguments)  # type: ignore[no-any-return]
     except (InferenceServerException, ConnectionError, socket.gaierror) as error:
         words = str(error if isinstance(error, OSError) else error.message() or error)
         if "failed to connect" in words or "Connection refused" in words:
             words = "no server answers there; is it running, and are host, port and protocol right?"
         elif isinstance(error, socket.gaierror) or "DNS resolution failed" in words:
             words = "no such host; write host:port, http://host:port or grpc://host:port"
-        return _failed(f"{arguments.url or 'the server'}: {words}")
+        raise ValueError(f"{arguments.url or 'the server'}: {words}") from error
     except HTTPException as error:
-        return _failed(
+        raise ValueError(
             f"{arguments.url}: what answers there is not HTTP ({error}); is this the port?"
-        )
-    except (ValueError, OSError) as error:
-        return _failed(str(error))
+        ) from error
     except KeyboardInterrupt:
         return 130
 
@@ -96,11 +92,6 @@ def print_now(text: str = "", end: str = "\n") -> None:
         # The rest of the buffer must not fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-
-
-def _failed(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return 1
 
 
 def option_tensors() -> list[TensorSignature]:
