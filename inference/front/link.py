@@ -95,9 +95,9 @@ class OwnerLink:
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
-    async def finish(self, *ends: Coroutine[Any, Any, None]) -> None:
-        """Wait until this process's servers have ended, or until 1 s after the owner's end."""
-        ending = asyncio.gather(*ends)
+    async def finish(self, end: Coroutine[Any, Any, None]) -> None:
+        """Wait for the end of all requests, or until 1 s after the owner's end."""
+        ending = asyncio.ensure_future(end)
         lost = asyncio.ensure_future(self._lost.wait())
         await asyncio.wait((ending, lost), return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()

@@ -19,6 +19,9 @@ from inference.host.models import HostedModel
 from inference.host.tensors import DATATYPE_NAMES, array_of, compact_json, json_elements, raw_of
 
 FINAL_PARAMETER = "triton_final_response"
+_PARAMETER_FIELDS = {
+    bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"
+}  # fmt: skip
 _quoted = functools.lru_cache(maxsize=1024)(compact_json)  # for names of models and outputs
 # Parameters of `generate` for other servers' scheduling and streaming; accepted and ignored.
 _WITHOUT_EFFECT = frozenset({"priority", "timeout", "stream"})
@@ -162,15 +165,17 @@ def infer_response(model: HostedModel, sent: SentRequest, outputs: Outputs) -> A
     answer = service_pb2.ModelInferResponse(
         model_name=model.name, model_version=model.version, id=sent.id
     )
-    for key, value in session_parameters(model, sent.parameters).items():
-        kind = (
-            "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
-        )
-        if kind == "int64":  # ids are unsigned, the field is signed
-            value = (value + (1 << 63)) % (1 << 64) - (1 << 63)
-        setattr(answer.parameters[key], f"{kind}_param", value)
+    set_parameters(answer, session_parameters(model, sent.parameters))
     for name, value in outputs.items():
         datatype = DATATYPE_NAMES[value.dtype]
         answer.outputs.add(name=name, datatype=datatype, shape=value.shape)
         answer.raw_output_contents.append(raw_of(value))
     return answer
+
+
+def set_parameters(message: Any, parameters: Mapping[str, Any]) -> None:
+    """Set the parameters of a request's or a response's message."""
+    for name, value in parameters.items():
+        if type(value) is int:  # ids are unsigned, the field is signed
+            value = (value + (1 << 63)) % (1 << 64) - (1 << 63)
+        setattr(message.parameters[name], _PARAMETER_FIELDS[type(value)], value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from inference.front.grpc_server import CHANNEL_OPTIONS
 from inference.front.rules import InferError
 from inference.front.tracing import outgoing
 from inference.front.validation import DATATYPES
-from inference.host.messages import FINAL_PARAMETER
+from inference.host.messages import FINAL_PARAMETER, set_parameters
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import Cancellations
 from inference.host.tensors import array_of, raw_of
@@ -100,21 +100,16 @@ class RemoteModel(HostedModel):
             message.raw_input_contents.append(raw_of(typed))
         for name in request.wanted:
             message.outputs.add(name=name)
-        for name, parameter in self._parameters(request):
-            kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(parameter)]
-            setattr(message.parameters[name], f"{kind}_param", parameter)
-        return message
-
-    def _parameters(self, request: InferRequest) -> Iterator[tuple[str, Any]]:
-        yield from request.parameters.items()
+        parameters = dict(request.parameters)
         if self.decoupled:
-            yield "triton_enable_empty_final_response", True
+            parameters["triton_enable_empty_final_response"] = True
         if request.is_canary:
-            yield CANARY_PARAMETER, True
+            parameters[CANARY_PARAMETER] = True
         if (turn := request.turn) is not None:
-            yield "sequence_id", turn.session_id
-            yield "sequence_start", turn.starts
-            yield "sequence_end", turn.ends
+            parameters["sequence_id"] = turn.session_id
+            parameters |= {"sequence_start": turn.starts, "sequence_end": turn.ends}
+        set_parameters(message, parameters)
+        return message
 
 
 def remote_models(
