@@ -69,9 +69,10 @@ def model_metadata(model: HostedModel) -> dict[str, Any]:
     """Return the inputs and outputs of a model."""
 
     def described(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
+        forms = {name: model.form(tensor) for name, tensor in tensors.items()}
         return [
-            {"name": tensor.name, "datatype": tensor.datatype, "shape": model.shape(tensor)}
-            for tensor in tensors.values()
+            {"name": name, "datatype": datatype, "shape": shape}
+            for name, (datatype, shape) in forms.items()
         ]
 
     return {

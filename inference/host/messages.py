@@ -108,11 +108,11 @@ def _check_type(
     about = f"[request id: {sent.id or '<id_unknown>'}] "
     if tensor.name in before:
         raise InferError(f"{about}input '{tensor.name}' already exists in request")
-    facts = model.inputs.get(tensor.name)
-    if facts is not None and tensor.datatype != facts.datatype:
+    expected, _ = model.forms.get(tensor.name, (tensor.datatype, ()))
+    if tensor.datatype != expected:
         raise InferError(
             f"{about}inference input '{tensor.name}' data-type is '{tensor.datatype}', but model "
-            f"'{model.name}' expects '{facts.datatype}'"
+            f"'{model.name}' expects '{expected}'"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -26,28 +26,6 @@ _SHAPE_NOTE = (
     "docs for more info on max_batch_size."
 )
 _REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMENT": "BACKEND"}
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """One input or output of a model; -1 in `dims` stands for any size."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    is_optional: bool = False
-    reshape: tuple[int, ...] | None = None  # shape inside the model, without the batch axis
-
-
-def _facts(tensor: Any) -> TensorFacts:
-    kind = schema.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    return TensorFacts(
-        tensor.name,
-        kind.replace("STRING", "BYTES"),
-        tuple(tensor.dims),
-        is_optional=getattr(tensor, "optional", False),
-        reshape=tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
-    )
 
 
 class OpenSessions:
@@ -97,6 +75,7 @@ class HostedModel:
         statistics: counts and times of its requests.
         versions: all served versions of the model, this one included.
         sessions: its open sessions.
+        inputs, outputs: the messages of its tensors by name.
         forms: types and shapes of the inputs by name.
         responses: number of responses so far.
         about: which checkpoint it serves, in which types, by which version of this project.
@@ -117,17 +96,19 @@ class HostedModel:
         self.sessions = OpenSessions(config.sequence_batching.max_sequence_idle_microseconds / 1e6)
         self.responses = 0
         self.about: Mapping[str, str] = {}
-        self.inputs = {tensor.name: _facts(tensor) for tensor in config.input}
-        self.outputs = {tensor.name: _facts(tensor) for tensor in config.output}
+        self.inputs = {tensor.name: tensor for tensor in config.input}
+        self.outputs = {tensor.name: tensor for tensor in config.output}
         self.is_ensemble = config.HasField("ensemble_scheduling")
         self._is_batched = config.max_batch_size > 0
-        self.forms = {n: (tensor.datatype, self.shape(tensor)) for n, tensor in self.inputs.items()}
-        self._required = {name for name, tensor in self.inputs.items() if not tensor.is_optional}
-        self._reshapes = any(tensor.reshape is not None for tensor in self.inputs.values())
+        self.forms = {name: self.form(tensor) for name, tensor in self.inputs.items()}
+        self._required = {name for name, tensor in self.inputs.items() if not tensor.optional}
+        self._reshapes = any(tensor.HasField("reshape") for tensor in self.inputs.values())
 
-    def shape(self, tensor: TensorFacts) -> list[int]:
-        """Return the shape of a tensor in requests, with the batch axis if the model has one."""
-        return [*([-1] if self._is_batched else []), *tensor.dims]
+    def form(self, tensor: Any) -> tuple[str, list[int]]:
+        """Return a tensor's type and its shape in requests, in which -1 stands for any size."""
+        kind = schema.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+        batch = [-1] if self._is_batched else []
+        return kind.replace("STRING", "BYTES"), [*batch, *tensor.dims]
 
     async def infer(self, request: InferRequest) -> Responses:
         """Yield (outputs, is final) for each response. Raises InferError.
@@ -222,9 +203,9 @@ class HostedModel:
     def _reshaped(self, request: InferRequest) -> InferRequest:
         """Return a request with its tensors in the shapes that the model's `reshape` asks for."""
         changed = {
-            name: value.reshape((*value.shape[: self._is_batched], *shape))
+            name: value.reshape((*value.shape[: self._is_batched], *tensor.reshape.shape))
             for name, value in request.tensors.items()
-            if (shape := self.inputs[name].reshape) is not None and -1 not in shape
+            if (tensor := self.inputs[name]).HasField("reshape") and -1 not in tensor.reshape.shape
         }
         return replace(request, tensors=request.tensors | changed) if changed else request
 

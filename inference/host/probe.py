@@ -37,9 +37,9 @@ def probe_tensors(model: HostedModel, *, hidden: int | None) -> dict[str, Array]
     needed = (_MAX_LENGTH, _SESSION_LEN) if is_interactive(model) else (_MAX_LENGTH,)
     found = {}
     for tensor in model.inputs.values():
-        if tensor.is_optional and tensor.name not in needed:
+        if tensor.optional and tensor.name not in needed:
             continue
-        kind = tensor.datatype
+        kind, _ = model.forms[tensor.name]
         dims = [max(size, 1) for size in tensor.dims]
         value: int | bytes = _NUMBERS.get(tensor.name, 0 if kind == "BOOL" else 1)
         if kind in _HIDDEN_TYPES and len(dims) > 1:

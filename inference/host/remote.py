@@ -93,7 +93,7 @@ class RemoteModel(HostedModel):
             model_name=self.name, model_version=self.version, id=request.id
         )
         for name, value in request.tensors.items():
-            datatype = self.inputs[name].datatype
+            datatype, _ = self.forms[name]
             message.inputs.add(name=name, datatype=datatype, shape=value.shape)
             # A BF16 input is held as FP32 in this process.
             typed = value.astype(DATATYPES[datatype], copy=False)
