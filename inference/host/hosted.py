@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,43 @@ from inference.backend.arguments import ModelArguments
 from inference.backend.model_settings import read_settings
 from inference.backend.requests import Array, InferRequest
 from inference.front.rules import InferError
-from inference.host.models import HostedModel, engines_of
+from inference.host.engines import EngineProcess
+from inference.host.models import HostedModel
 from inference.host.probe import is_interactive, probe_tensors
-from inference.host.repository import Repository, UnservedError
-from inference.host.triton import TritonRepository
+
+
+class UnservedError(ValueError):
+    """A repository cannot be served; `problems` has a reason for each model."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 class Hosted:
-    """The models of a repository.
+    """The models of a repository; subclasses load them.
 
     Attributes:
-        repository: the source of the models.
+        folder: the repository; None for one in an object store.
         models: by name; empty before they are loaded.
         endpoint: OpenAI's endpoint, None before it is opened.
+        former: models whose engines `load` reuses for models that agree; it is closed.
     """
 
-    def __init__(self, repository: Repository | TritonRepository) -> None:
-        self.repository = repository
+    former: Hosted | None = None
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
         self.models: dict[str, HostedModel] = {}
         self.endpoint: Any = None
+        self._engines: dict[str, EngineProcess] = {}  # by the instance of a model
         self._probes: dict[str, dict[str, Array] | None] = {}
-
-    def take_over(self, former: Hosted) -> None:
-        """Let `load` reuse the engines of `former` for models that agree."""
-        assert isinstance(self.repository, Repository)
-        assert isinstance(former.repository, Repository)
-        self.repository.former = former.repository
 
     async def load(self, say: Callable[[str], None]) -> None:
         """Load and probe every model; `say` gets lines on the progress. Raises UnservedError."""
-        await self.repository.load(say)
-        models, folder = self.repository.models, self.repository.folder
+        models = await self._load(say)
         for name, model in models.items():
-            hidden = _hidden_size(weights_of(model, folder))
+            hidden = _hidden_size(weights_of(model, self.folder))
             self._probes[name] = probe_tensors(model, hidden=hidden)
         say("sending first requests")
         problems = [await self._problem(model) for model in models.values()]
@@ -58,12 +63,23 @@ class Hosted:
                 version.about = self._identity(version)
         self.models = models
 
+    async def _load(self, say: Callable[[str], None]) -> dict[str, HostedModel]:
+        """Load every model; `say` gets a line for each.
+
+        Raises UnservedError, after closing the models that did load.
+        """
+        raise NotImplementedError
+
+    async def metrics(self) -> list[str]:
+        """Return the lines of the models' own metrics. Raises RejectedError."""
+        raise NotImplementedError
+
     def _identity(self, model: HostedModel) -> dict[str, str]:
         """Return which checkpoint a model serves; empty for a text model or an ensemble."""
         parameters = parameters_of(model.config)
         if "model_type" not in parameters:
             return {}
-        return served_identity(weights_of(model, self.repository.folder), parameters)
+        return served_identity(weights_of(model, self.folder), parameters)
 
     async def _problem(self, model: HostedModel) -> str:
         """Return why a model does not answer, "" if it does."""
@@ -98,18 +114,17 @@ class Hosted:
 
     def progress(self) -> int:
         """Return a progress counter: finished responses plus steps of the engines."""
-        models = self.repository.models
-        steps = sum(engine.steps for engine in engines_of(models))
-        return steps + sum(model.responses for model in models.values())
+        steps = sum(engine.steps for engine in self._engines.values())
+        return steps + sum(model.responses for model in self.models.values())
 
     def open_sessions(self) -> int:
         """Return the number of open sessions."""
         return sum(model.sessions.count() for model in self.models.values())
 
     async def close(self) -> None:
-        """End the engines."""
+        """End the models; may be called more than once."""
         self.models = {}
-        await self.repository.close()
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
 
 def weights_of(model: HostedModel, repository: Path | None) -> Path | None:

@@ -93,7 +93,7 @@ class KServeHttp:
             self._admit(request, is_open=is_open)
             with self._context.use() as hosted:
                 statistics = [model.statistics for model in hosted.all_versions()]
-                lines = [*triton_metrics(statistics), *await hosted.repository.metrics(), ""]
+                lines = [*triton_metrics(statistics), *await hosted.metrics(), ""]
             if (names := request.query.get("names")) is not None:
                 if names != "vllm":
                     raise RejectedError(f"names={names[:40]} is unknown; names=vllm is known")

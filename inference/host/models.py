@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -359,10 +359,3 @@ class HostedEnsemble(HostedModel):
                 async with contextlib.aclosing(rest) as frames:
                     async for results, is_last in frames:
                         yield results, final and is_last
-
-
-def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineProcess]:
-    """Yield the engine process of every instance of every model."""
-    for model in models.values():
-        if isinstance(model, HostedEngines):
-            yield from model.instances

@@ -38,7 +38,7 @@ async def open_endpoint(
 
     Raises ValueError if no model takes token ids, or this process can read no tokenizer.
     """
-    repository = hosted.repository.folder
+    repository = hosted.folder
     models = {
         name: HostedGenerator(model, model_facts_of(model, repository))
         for name, model in hosted.models.items()

@@ -28,10 +28,10 @@ from inference.front.tracing import close_tracer, tracer_of
 from inference.front.workers import Workers
 from inference.host.canaries import Canaries
 from inference.host.grpc_calls import KServeGrpc
-from inference.host.hosted import Hosted
+from inference.host.hosted import Hosted, UnservedError
 from inference.host.http import KServeHttp
 from inference.host.openai import open_endpoint
-from inference.host.repository import Repository, UnservedError, check_text_models
+from inference.host.repository import Repository, check_text_models
 from inference.host.triton import TritonRepository
 
 _POLL_S = 0.02
@@ -92,12 +92,12 @@ class _Host:
         self._link = OwnerLink(self._connection)
         self._workers = Workers()
         try:
-            repository = self._repository(settings.repository)
+            hosted = self._repository(settings.repository)
         except ValueError as error:
             return self._fail(error)
         self._context = FrontContext[Hosted](
             settings.access,
-            Hosted(repository),
+            hosted,
             host=settings.host,
             is_ready=self._is_ready,
             note_use=self._note_use,
@@ -192,14 +192,14 @@ class _Host:
         try:
             if self._settings.triton is not None or self._keeps_sessions():
                 raise ValueError(_NOT_EXCHANGED)
-            new = Hosted(self._repository(source))
+            new = self._repository(source)
         except ValueError as error:
             self._link.send(kept=str(error))
             return
         if self._canaries is not None:
             await self._canaries.close()
             self._canaries = None
-        new.take_over(await self._context.exchange(new))
+        new.former = await self._context.exchange(new)
         try:
             await self._load(new)
         except Exception as error:  # of any kind: no model is loaded now
@@ -230,7 +230,7 @@ class _Host:
                 raise ValueError("its sessions would be lost; restart the stage")
             if self._settings.triton is None:
                 await trial.run(check_text_models, Path(source), size_bytes=0)
-            new = Hosted(self._repository(source))
+            new = self._repository(source)
             await self._load(new)
         except Exception as error:  # of any kind: the current repository stays
             self._link.send(kept=str(error) or _ENDED)
@@ -244,7 +244,7 @@ class _Host:
     def _keeps_sessions(self) -> bool:
         return any(model.keeps_sessions for model in self._context.current.models.values())
 
-    def _repository(self, source: str) -> Repository | TritonRepository:
+    def _repository(self, source: str) -> Hosted:
         triton = self._settings.triton
         if triton is None:
             return Repository(Path(source), on_failure=self._shut_down, workers=self._workers)

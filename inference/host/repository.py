@@ -11,7 +11,7 @@ import functools
 import pickle
 import pkgutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from http import HTTPStatus
@@ -34,6 +34,7 @@ from inference.front.workers import Workers
 from inference.host.engine_process import LoadOrder
 from inference.host.engine_start import end_early
 from inference.host.engines import EngineProcess
+from inference.host.hosted import Hosted, UnservedError
 from inference.host.models import (
     HostedEngines,
     HostedEnsemble,
@@ -66,24 +67,13 @@ _DEFAULT_IDLE_US = 1_000_000  # of a session, as in tritonserver
 _ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
 
 
-class UnservedError(ValueError):
-    """A repository cannot be served; `problems` has a reason for each model."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
-
-
-class Repository:
-    """The models of a folder, by name.
+class Repository(Hosted):
+    """The models of a folder, in this project's own server.
 
     Attributes:
         configs: each model's configuration and the version that is served.
         orders: how to load each model; ensembles have no order.
-        former: a repository whose engines `load` reuses for models that agree; it is closed.
     """
-
-    former: Repository | None = None
 
     def __init__(
         self, folder: Path, *, on_failure: Callable[[str], None], workers: Workers
@@ -94,11 +84,9 @@ class Repository:
 
         Raises UnservedError for models that this server cannot serve.
         """
-        self.folder = folder
-        self.models: dict[str, HostedModel] = {}
+        super().__init__(folder)
         self._on_failure, self._workers = on_failure, workers
         self._loaded_ns = time.time_ns()
-        self._engines: dict[str, EngineProcess] = {}  # by the instance of a model
         self.configs: dict[str, tuple[Any, str]] = {}
         self.orders: dict[str, LoadOrder] = {}
         if not folder.is_dir():
@@ -113,12 +101,8 @@ class Repository:
         if not self.configs:
             raise UnservedError([f"{folder} holds no model"])
 
-    async def load(self, say: Callable[[str], None]) -> None:
-        """Load every model; `say` gets a line for each.
-
-        Raises UnservedError, after closing the models that did load.
-        """
-        problems = []
+    async def _load(self, say: Callable[[str], None]) -> dict[str, HostedModel]:
+        problems, models = [], dict[str, HostedModel]()
         # Start engines first: text models load while ranks start.
         simple = sorted(self.orders, key=lambda n: not issubclass(self.orders[n].kind, EngineModel))
         loads = [self._loaded(name, say) for name in simple]
@@ -126,20 +110,22 @@ class Repository:
         await asyncio.to_thread(end_early)
         if self.former is not None:
             await self.former.close()
+            self.former = None
         for name, found in zip(simple, loaded, strict=True):
             if isinstance(found, HostedModel):
-                self.models[name] = found
+                models[name] = found
             else:  # an exception of any kind
                 problems.append(f"model {name}: {readable(found)}")
         if not problems:
-            problems += [self._ensemble_problem(name) for name in self._ensembles_in_order()]
+            ensembles = self._ensembles_in_order()
+            problems += [self._ensemble_problem(name, models) for name in ensembles]
         if problems := list(filter(None, problems)):
             await self.close()
             raise UnservedError(problems)
-        self.models = dict(sorted(self.models.items()))
+        return dict(sorted(models.items()))
 
     async def metrics(self) -> list[str]:
-        """Return the lines of the engines' metrics. Raises RejectedError."""
+        """Return the lines of the engines' metrics, see `Hosted`."""
         try:
             found = [
                 metric for engine in self._engines.values() for metric in await engine.metrics()
@@ -147,10 +133,6 @@ class Repository:
         except ModelError as error:
             raise RejectedError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from None
         return list(exposition(found))
-
-    async def close(self) -> None:
-        """End the engines."""
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     def _problem_of(self, path: Path) -> str:
         """Read a configuration; return why it cannot be served, "" if it can."""
@@ -171,14 +153,14 @@ class Repository:
             self.orders[folder.name] = LoadOrder(kind, arguments)
         return ""
 
-    def _ensemble_problem(self, name: str) -> str:
-        """Add an ensemble to the models; return the reason if it cannot be served, or else ""."""
+    def _ensemble_problem(self, name: str, models: dict[str, HostedModel]) -> str:
+        """Add an ensemble to `models`; return the reason if it cannot be served, or else ""."""
         config, version = self.configs[name]
         steps = [step.model_name for step in config.ensemble_scheduling.step]
-        if absent := [step for step in steps if step not in self.models]:
+        if absent := [step for step in steps if step not in models]:
             return f"model {name}: the repository has no model {', '.join(absent)}"
         try:
-            self.models[name] = HostedEnsemble(config, version, self.models)
+            models[name] = HostedEnsemble(config, version, models)
         except ValueError as error:
             return f"model {name}: {error}"
         return ""
@@ -209,7 +191,7 @@ class Repository:
         instances = []
         count = sum(group.count or 1 for group in config.instance_group) or 1
         for number in range(count):
-            key, folder = f"{name}_{number}", self.folder / name
+            key, folder = f"{name}_{number}", order.arguments.model_folder
             engine = self.former._engines.pop(key, None) if self.former is not None else None
             engine = self._engines[key] = engine or EngineProcess(folder, self._on_failure)
             arguments = ModelArguments(

@@ -21,10 +21,10 @@ from tritonclient.grpc import service_pb2
 from inference.front.guard import RejectedError
 from inference.front.link import TritonOptions
 from inference.front.rules import UNREACHABLE
+from inference.host.hosted import Hosted, UnservedError
 from inference.host.models import HostedModel
 from inference.host.release_2_51 import is_crash, without_its_clocks
 from inference.host.remote import TritonConnection, remote_models
-from inference.host.repository import UnservedError
 from inference.server import supervisor
 from inference.server.installation import find_triton, nvidias_options, server_options
 from inference.server.log import fatal_lines, short_reason
@@ -46,13 +46,8 @@ _MAX_REPORT_BYTES = 64 * 1024
 _MAX_FOLDER_BYTES = 68
 
 
-class TritonRepository:
-    """The models of a tritonserver, which runs from `load` to `close`.
-
-    Attributes:
-        folder: the repository; None for one in an object store.
-        models: by name; empty before they are loaded.
-    """
+class TritonRepository(Hosted):
+    """The models of a tritonserver, which runs from `load` to `close`."""
 
     def __init__(
         self, source: str, options: TritonOptions, *, on_failure: Callable[[str], None]
@@ -62,21 +57,16 @@ class TritonRepository:
         Raises UnservedError if the folder does not exist: tritonserver takes half a minute to
         notice.
         """
-        self.folder = None if "://" in source else Path(source)
+        super().__init__(None if "://" in source else Path(source))
         if self.folder is not None and not self.folder.is_dir():
             raise UnservedError([f"{source} is not a folder"])
-        self.models: dict[str, HostedModel] = {}
         self._source, self._options, self._on_failure = source, options, on_failure
         self._held = contextlib.ExitStack()  # resources of a start, which `close` releases
         self._process: LinkedProcess | None = None
         self._watching: asyncio.Task[None] | None = None
         self._reports: list[str] = []
 
-    async def load(self, say: Callable[[str], None]) -> None:
-        """Start the server and wait until its models are ready; `say` gets a line for each.
-
-        Raises UnservedError, after ending the server.
-        """
+    async def _load(self, say: Callable[[str], None]) -> dict[str, HostedModel]:
         for name in sorted(path.parent.name for path in self._configs()):
             say(f"loading {name}")
         try:
@@ -94,13 +84,14 @@ class TritonRepository:
                 for model in index
             }
             takes_canaries = not self._options.has_nvidia_backend
-            self.models = remote_models(configs, self._server, takes_canaries=takes_canaries)
+            models = remote_models(configs, self._server, takes_canaries=takes_canaries)
         except BaseException:
             await self.close()
             raise
-        for name in self.models:
+        for name in models:
             say(f"loaded {name}")
         self._watching = asyncio.create_task(self._watch())
+        return models
 
     def _configs(self) -> list[Path]:
         return [] if self.folder is None else list(self.folder.glob("*/config.pbtxt"))
@@ -211,7 +202,7 @@ class TritonRepository:
         return any(map(is_running, left))
 
     async def metrics(self) -> list[str]:
-        """Return the lines of the server's own metrics. Raises RejectedError."""
+        """Return the lines of the server's own metrics, see `Hosted`."""
         if self._options.has_nvidia_backend:  # old ones expose metrics to the network
             return []
         try:
@@ -232,6 +223,7 @@ class TritonRepository:
 
     async def close(self) -> None:
         """End the server, after it has answered its requests."""
+        self.models = {}
         if self._watching is not None:
             self._watching.cancel()
         if self._process is not None:

@@ -12,8 +12,8 @@ import pytest
 
 from inference.front.guard import RejectedError
 from inference.front.link import CanaryTimes, Reload
+from inference.host.hosted import UnservedError
 from inference.host.process import _Host, serve_host
-from inference.host.repository import UnservedError
 
 
 class BusyContext:
@@ -85,7 +85,7 @@ def host_that_loads(
     async def close() -> None:
         """End nothing."""
 
-    monkeypatch.setattr(host, "_repository", lambda _: SimpleNamespace(close=close))
+    monkeypatch.setattr(host, "_repository", lambda _: SimpleNamespace(close=close, models={}))
     return host, events
 
 
