@@ -39,8 +39,7 @@ def copy_of(
 def assert_equal_tensors(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

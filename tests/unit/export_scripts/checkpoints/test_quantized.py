@@ -17,6 +17,7 @@ from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits
 from tests.json_files import read_json, write_json
+from tests.looks import assert_exact
 from tests.tiny_huggingface import assert_equal_tensors, copy_of, read_tensors
 from tests.tiny_transformers import write_model
 
@@ -244,10 +245,9 @@ def test_weights_are_widened_by_the_library_s_formula(
     folder = convert(request(source, tmp_path, kind)).ft_dir
     assert "quantization_config" not in read_json(folder / "config.json")
     found = read_tensors(folder)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        rounded = value if kind == "fp32" else value.bfloat16()
-        torch.testing.assert_close(found[key], rounded, rtol=0, atol=0, msg=key)
+    if kind == "bf16":
+        expected = {key: value.bfloat16() for key, value in expected.items()}
+    assert_equal_tensors(found, expected)
 
 
 def test_transformers_computes_the_same_of_block_scaled_weights(
@@ -260,7 +260,7 @@ def test_transformers_computes_the_same_of_block_scaled_weights(
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.no_grad():
             outputs.append(model.eval()(torch.arange(3, 20)[None]).logits)
-    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    assert_exact(*outputs)
 
 
 def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_path: Path) -> None:
@@ -271,14 +271,14 @@ def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_pa
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     write_json(source / "hf_quant_config.json", stated)
     found = read_tensors(convert(request(source, tmp_path)).ft_dir)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_equal_tensors(found, expected)
 
 
 def test_shards_are_made_of_quantised_folders(original: Path, tmp_path: Path) -> None:
     source, expected = quantised(original, tmp_path / "source", "awq")
     shards = convert(ConversionRequest(source, tmp_path, 2, "fp32")).ft_dir
     found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_equal_tensors(found, expected)
 
 
 KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt")

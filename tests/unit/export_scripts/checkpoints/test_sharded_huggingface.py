@@ -627,9 +627,8 @@ def write_two_dimensions(folder: Path, tensors: Tensors, **changed: tuple[Any, .
 def test_two_dimensions_of_a_mesh_may_cut_one_axis(model: Path, tmp_path: Path) -> None:
     whole = read_tensors(model)
     found = rank_tensors(write_two_dimensions(tmp_path / "actor", whole))
-    assert found.keys() == whole.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(torch.from_numpy(found[name].load(FileMaps())), tensor), name
+    loaded = {name: torch.from_numpy(each.load(FileMaps())) for name, each in found.items()}
+    assert_equal_tensors(loaded, whole)
     strided, odd = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)
     for number, (cuts, words) in enumerate(
         (

@@ -24,6 +24,7 @@ from inference.certify.certify import certify
 from inference.certify.options import CertifySection
 from tests.json_files import read_json
 from tests.looks import assert_exact, mentions
+from tests.tiny_huggingface import assert_equal_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits
 
@@ -118,9 +119,7 @@ def test_the_source_may_be_of_any_form(tmp_path: Path) -> None:
         load_file(convert(request(each, tmp_path / each.name, "block")).ft_dir / WEIGHTS_NAME)
         for each in (shards, base)
     )
-    assert found.keys() == expected.keys()
-    for key, tensor in found.items():
-        assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8)), key
+    assert_equal_tensors(found, expected)
 
 
 def test_files_of_any_size_hold_values_with_their_scales(tmp_path: Path) -> None:
@@ -134,9 +133,7 @@ def test_files_of_any_size_hold_values_with_their_scales(tmp_path: Path) -> None
         for folder in folders
     )
     assert len([*folders[1].glob("*.safetensors")]) > 2
-    assert whole.keys() == several.keys()
-    for key, tensor in whole.items():
-        assert torch.equal(tensor.view(torch.uint8), several[key].view(torch.uint8)), key
+    assert_equal_tensors(whole, several)
     assert whole["model.layers.0.mlp.gate.weight"].dtype == torch.float32
     expert = whole["model.layers.0.mlp.experts.0.up_proj.weight"]
     assert expert.dtype == torch.float8_e4m3fn

@@ -177,8 +177,7 @@ def test_shards_and_another_release_become_a_checkpoint_too(tmp_path: Path) -> N
     first = convert(request(shards.ft_dir, tmp_path / "of_shards")).ft_dir
     second = convert(request(first, tmp_path / "again", megatron_model="hybrid")).ft_dir
     back = convert(request(second, tmp_path, "huggingface")).ft_dir
-    one, other = tensors(source), tensors(back)
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert_equal_tensors(tensors(back), tensors(source))
 
 
 def test_a_layout_without_a_checkpoint_of_its_kind_is_refused(tmp_path: Path) -> None:
