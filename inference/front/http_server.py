@@ -17,7 +17,7 @@ from inference.front.access import Access
 from inference.front.guard import IDLE_S
 from inference.front.link import MAX_REQUEST_S
 from inference.front.request_log import REQUEST_ID, request_id, with_ids
-from inference.front.tracing import traced
+from inference.front.tracing import tracer_of
 
 # The request is not HTTP or cannot be decoded, or the client has disconnected.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
@@ -40,7 +40,7 @@ async def http_server(
     Raises OSError if the port is unavailable.
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    handler = traced(with_ids(handler, logs=logs), access.otlp_collector)
+    handler = with_ids(handler, logs=logs, tracer=tracer_of(access.otlp_collector))
     server = BoundServer(handler, limit=max_connections())
     runner = web.ServerRunner(server, shutdown_timeout=MAX_REQUEST_S)
     await runner.setup()

@@ -86,17 +86,24 @@ def _status(context: Any) -> str:
     return "UNKNOWN" if error is not None and name == "OK" else name  # not by abort
 
 
-def with_ids(handler: _Handler, *, logs: bool) -> _Handler:
-    """Return a handler whose responses carry request ids; with `logs` it writes the access log.
+def with_ids(handler: _Handler, *, logs: bool, tracer: Tracer | None) -> _Handler:
+    """Return a handler whose responses carry request ids; log and trace requests where asked to.
 
-    The entries that a handler puts under `request[ABOUT]` are added to the line.
+    The entries that a handler puts under `request[ABOUT]` are added to the line of the log. Only
+    POST requests get a span.
     """
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         began, status = time.monotonic(), _LEFT
         name = request[_KEY] = accepted_id(request.headers.get(REQUEST_ID, ""))
         try:
-            response = await handler(request)
+            if tracer is None or request.method != "POST":
+                response = await handler(request)
+            else:
+                about = {"http.request.method": "POST", "url.path": request.path[:200]}
+                with tracer.span("POST", request.headers, about):
+                    response = await handler(request)
+                    note_status(response.status, failed=response.status >= 500)
             status = response.status
             if not response.prepared:
                 response.headers[REQUEST_ID] = name

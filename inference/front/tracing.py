@@ -10,11 +10,9 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
-
-from aiohttp import web
 
 # The span of the request that is being answered.
 _SPAN: ContextVar[Any] = ContextVar("span", default=None)
@@ -28,7 +26,6 @@ _LIBRARIES = (
 )
 _MISSING = "spans need the packages of the extra otel: pip install 'slipway-serving[otel]'"
 _LAST_S = 2.0
-_Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Tracer:
@@ -141,20 +138,3 @@ def describe_span(operation: str, model: str, attributes: Mapping[str, Any]) -> 
         }
         more = {key: value for key, value in attributes.items() if value is not None}
         span.set_attributes(own | more)
-
-
-def traced(handler: _Handler, collector: str | None) -> _Handler:
-    """Return an HTTP handler that traces POST requests. Raises ValueError."""
-    if (tracer := tracer_of(collector)) is None:
-        return handler
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        if request.method != "POST":
-            return await handler(request)
-        about = {"http.request.method": "POST", "url.path": request.path[:200]}
-        with tracer.span("POST", request.headers, about):
-            response = await handler(request)
-            note_status(response.status, failed=response.status >= 500)
-            return response
-
-    return answer

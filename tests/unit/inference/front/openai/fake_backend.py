@@ -23,7 +23,7 @@ from inference.front.openai.completion import TokenModel
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import ModelFacts
 from inference.front.request_log import with_ids
-from inference.front.tracing import traced
+from inference.front.tracing import tracer_of
 from inference.front.workers import Workers
 
 LETTERS = string.ascii_letters + " .,!\n"
@@ -146,8 +146,8 @@ def run(
             workers or NoProcesses(),
             is_ready=lambda: ready,
         )
-        answer = with_ids(endpoint.answer, logs=access_log)
-        server = RawTestServer(traced(answer, collector))
+        answer = with_ids(endpoint.answer, logs=access_log, tracer=tracer_of(collector))
+        server = RawTestServer(answer)
         async with contextlib.AsyncExitStack() as stack:
             await server.start_server(auto_decompress=False)
             stack.push_async_callback(server.close)
