@@ -317,6 +317,16 @@ class FakeRun:
         return ""
 
 
+def for_one(config: Config, words: Sequence[str]) -> tuple[Config, dict[str, str]]:
+    """Return a copy of a configuration for the checkpoint that words choose, and the words."""
+    pairs = (word.split("=", 1) for word in words)
+    chosen = {key: value.strip("'\"") for key, value in pairs}
+    one = copy.deepcopy(config)
+    one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"]
+    one.export.run = replace(one.export.run, results_dir=chosen["export.run.results_dir"])
+    return one, chosen
+
+
 def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,14 +338,6 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
     config = compose_config(overrides).config
     assert config is not None
 
-    def compose(words: Sequence[str]) -> Composition:
-        chosen = dict(word.split("=", 1) for word in words)
-        one = copy.deepcopy(config)
-        one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
-        results = chosen["export.run.results_dir"].strip("'\"")
-        one.export.run = replace(one.export.run, results_dir=results)
-        return Composition(one, ())
-
     def prepare(composition: Composition, *_: Any, name: str) -> tuple[FakeRun, list[str]]:
         assert composition.config is not None
         return FakeRun(composition.config), []
@@ -344,7 +346,9 @@ def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
     monkeypatch.setattr("launcher_scripts.watch._ADVANCE_S", 0)
     for interrupted in (27, 70, None):
         monkeypatch.setattr(FakeRun, "interrupt_at", interrupted)
-        watch = Watch(config, overrides, compose, Console())
+        watch = Watch(
+            config, overrides, lambda words: Composition(for_one(config, words)[0]), Console()
+        )
         assert watch.run() == (0 if interrupted is None else 130)
         assert not FakeRun.alive
     watched = watch.state.watched
@@ -407,16 +411,12 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
     runs: list[ServedRun] = []
 
     def compose(words: Sequence[str]) -> Composition:
-        chosen = dict(word.split("=", 1) for word in words)
-        one = copy.deepcopy(config)
-        one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"].strip("'\"")
-        results = chosen["export.run.results_dir"].strip("'\"")
-        one.export.run = replace(one.export.run, results_dir=results)
-        shared = chosen.get("evaluate.shared_server", "").strip("'\"") or None
+        one, chosen = for_one(config, words)
+        shared = chosen.get("evaluate.shared_server")
         one.evaluate = replace(one.evaluate, shared_server=shared)
-        assert (chosen.get("deploy.keep") == "true") == (one.evaluate.shared_server is None)
-        assert ("deploy" in chosen["stages"]) == (one.evaluate.shared_server is None)
-        return Composition(one, ())
+        assert (chosen.get("deploy.keep") == "true") == (shared is None)
+        assert ("deploy" in chosen["stages"]) == (shared is None)
+        return Composition(one)
 
     def prepare(composition: Composition, *_: Any, name: str) -> tuple[ServedRun, list[str]]:
         assert composition.config is not None

@@ -299,8 +299,9 @@ def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, 
         yield name, tensor
 
 
-@pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "older"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
+)
 def test_names_and_rows_of_torchtitan_become_the_model_s(
     tmp_path: Path, kind: str, older: bool
 ) -> None:
@@ -410,8 +411,7 @@ def renamed(tensors: Tensors, names: dict[str, str]) -> Tensors:
     return out
 
 
-@pytest.mark.parametrize("form", ["whole", "distributed"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("kind", "form"), [("llama", "distributed"), ("qwen2", "whole")])
 def test_names_and_rows_of_torchtune_become_the_model_s(
     kind: str, form: str, tmp_path: Path
 ) -> None:
@@ -757,8 +757,13 @@ def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
     assert_equal_tensors(found, expected)
 
 
-@pytest.mark.parametrize("is_universal", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen2_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "is_universal"),
+    [
+        ("qwen3-moe", False), ("qwen2_moe", False), ("deepseek_v3", False), ("mixtral", False),
+        ("qwen2_moe", True), ("deepseek_v3", True),
+    ],
+)  # fmt: skip
 def test_experts_that_deepspeed_has_distributed_are_read(
     kind: str, is_universal: bool, tmp_path: Path
 ) -> None:
