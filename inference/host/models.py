@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -276,11 +276,8 @@ class HostedEngines(HostedModel):
         self._turns = cycle(self.instances)
 
     async def _answer(self, request: InferRequest) -> Responses:
-        def queued(seconds: float) -> None:
-            self.statistics.queued(round(seconds * 1e9))
-
         try:
-            answer = self._instance(request).infer(request, queued=queued)
+            answer = self._instance(request).infer(request, queued=self.statistics.queued)
             async with contextlib.aclosing(answer) as responses:
                 async for outputs, final in responses:
                     yield outputs if request.wants_tokens else self._wanted(request, outputs), final
@@ -305,31 +302,25 @@ class HostedEnsemble(HostedModel):
             (models[step.model_name], dict(step.input_map), dict(step.output_map))
             for step in config.ensemble_scheduling.step
         )
-        self._check_steps()
+        if problem := next(self._problems(), None):
+            raise ValueError(f"config.pbtxt of {self.name}: {problem}")
+        self.keeps_sessions = any(model.keeps_sessions for model, _, _ in self._steps)
 
-    def _check_steps(self) -> None:
+    def _problems(self) -> Iterator[str]:
         known = set(self.inputs)
         for model, takes, gives in self._steps:
             if unknown := {*takes} - {*model.inputs} or {*gives} - {*model.outputs}:
-                raise ValueError(
-                    f"config.pbtxt of {self.name}: {model.name} has no {', '.join(sorted(unknown))}"
-                )
+                yield f"{model.name} has no {', '.join(sorted(unknown))}"
             if model.decoupled and not self.decoupled:
-                raise ValueError(
-                    f"config.pbtxt of {self.name}: its step {model.name} gives any number of "
-                    "responses; set decoupled in the model_transaction_policy of both, or of none"
+                yield (
+                    f"its step {model.name} gives any number of responses; set decoupled in the "
+                    "model_transaction_policy of both, or of none"
                 )
-            if absent := set(takes.values()) - known:
-                raise ValueError(
-                    f"config.pbtxt of {self.name}: no step before {model.name} makes "
-                    f"{', '.join(sorted(absent))}, which it takes"
-                )
+            if absent := ", ".join(sorted(set(takes.values()) - known)):
+                yield f"no step before {model.name} makes {absent}, which it takes"
             known |= set(gives.values())
-        if absent := set(self.outputs) - known:
-            raise ValueError(
-                f"config.pbtxt of {self.name}: no step makes {', '.join(sorted(absent))}"
-            )
-        self.keeps_sessions = any(model.keeps_sessions for model, _, _ in self._steps)
+        if absent := ", ".join(sorted(set(self.outputs) - known)):
+            yield f"no step makes {absent}"
 
     async def _answer(self, request: InferRequest) -> Responses:
         async with contextlib.aclosing(self._run(0, request, request.tensors)) as responses:

@@ -59,8 +59,9 @@ class ModelStatistics:
         batch[0] += 1
         batch[1] += taken_ns
 
-    def queued(self, taken_ns: int) -> None:
+    def queued(self, seconds: float) -> None:
         """Move a part of a request's time from inference to the queue."""
+        taken_ns = round(seconds * 1e9)
         self.queue_ns += taken_ns
         self.infer_ns -= taken_ns
 
