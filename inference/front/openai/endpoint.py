@@ -99,15 +99,6 @@ class OpenAIEndpoint:
 
         Web pages of admitted origins get CORS headers (fetch.spec.whatwg.org).
         """
-        try:
-            return await self._with_headers(request)
-        finally:
-            if (run := request.get(_RUN_KEY)) is not None:
-                _describe(request, run.operation, run.model, run.attributes)
-                # The log holds no text of prompts or answers.
-                request[ABOUT] = {"model": run.model, **run.usage, "ends": run.ends}
-
-    async def _with_headers(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = self._page_headers(request)
         if headers and request.method == "OPTIONS":  # a browser's preflight, without the token
             headers |= _PREFLIGHT | {
@@ -116,10 +107,16 @@ class OpenAIEndpoint:
                 )
             }
             return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
-        response = await self._answer(request)
-        if not response.prepared:
-            response.headers.update(headers)
-        return response
+        try:
+            response = await self._answer(request)
+            if not response.prepared:
+                response.headers.update(headers)
+            return response
+        finally:
+            if (run := request.get(_RUN_KEY)) is not None:
+                _describe(request, run.operation, run.model, run.attributes)
+                # The log holds no text of prompts or answers.
+                request[ABOUT] = {"model": run.model, **run.usage, "ends": run.ends}
 
     def _page_headers(self, request: web.BaseRequest) -> dict[str, str]:
         origin = request.headers.get("Origin")
