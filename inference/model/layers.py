@@ -189,16 +189,16 @@ class Attention:
             assert isinstance(step, Step)
             angles, rotates = step.angles[self.rotary], step.attention.rotates
             growth = angles.growth
-        if self.norm is not None:
-            if angles is not None and self.norm.rotated:
-                # Kernels that rotate cannot normalise afterwards.
-                heads.copy_(angles.rotate(heads))
-                angles = None
+        rotated_first = self.norm is not None and self.norm.rotated
+        if self.norm is not None and not rotated_first:
+            self.norm(heads)
+        # Kernels that rotate cannot normalise afterwards.
+        if angles is not None and (rotated_first or not rotates):
+            heads.copy_(angles.rotate(heads))
+            angles = None
+        if self.norm is not None and rotated_first:
             self.norm(heads)
         query, new = qkv[:, :H], qkv[:, H:]
-        if angles is not None and not rotates:
-            rotated, angles = angles.rotate(heads), None
-            query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
         if growth is not None:
             query.mul_(growth)
         mixed = step.attention(query, layer=self.layer, new=new, angles=angles)

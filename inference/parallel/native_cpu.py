@@ -30,10 +30,11 @@ _FOLDER = Path(__file__).with_name("native")
 LIBRARY = _FOLDER / "rows.so"
 # Selects an instruction set, or "none" for torch's products.
 VARIABLE = "SLIPWAY_CPU_KERNEL"
-_CHOICES = {"x86_64": ("avx2", "avx512"), "aarch64": ("dotprod",)}
+_CHOICES = {"x86_64": ("avx2", "avx512", "amx"), "aarch64": ("dotprod",)}
 
 _WIDTH = 32  # outputs of a block
 _GROUP = {torch.int8: 4, torch.bfloat16: 2}  # inputs that are stored together
+_GROUPS = 16  # a multiple of which a weight has, the last ones zeros
 _MAX_INPUTS = 1 << 16  # so that a sum of 8-bit products fits into 32 bits
 
 
@@ -90,9 +91,12 @@ def has_library() -> bool:
 
 def has_native(weight: torch.dtype, inputs: int) -> bool:
     """Return whether `NativeGemm` supports a type of weights and is the fastest product for it."""
-    if weight not in _GROUP or not has_library():
+    found = _library()
+    if weight not in _GROUP or found is None:
         return False
-    return inputs <= _MAX_INPUTS if weight == torch.int8 else not multiplies_bf16()
+    if weight == torch.int8:
+        return inputs <= _MAX_INPUTS
+    return _CHOICES[platform.machine()][found[1]] == "amx" or not multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:
@@ -138,7 +142,8 @@ class NativeGemm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         x = x.contiguous()
-        y = x.new_empty(len(x), self._outputs)
+        rows = x.shape[0]  # faster than len(x)
+        y = x.new_empty(rows, self._outputs)
         late = self._epilogue.activation is not None  # adds the residual after the activation
         added = None if residual is None or late else residual.contiguous()
         failed = self._multiply(
@@ -146,13 +151,13 @@ class NativeGemm:
             x.data_ptr(),
             y.data_ptr(),
             None if added is None else added.data_ptr(),
-            len(x),
+            rows,
             x.dtype == torch.bfloat16,
             self._level,
             torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError(f"no memory for a product of {len(x)} rows")
+            raise MemoryError(f"no memory for a product of {rows} rows")
         return self._epilogue.finish(y, residual if late else None)
 
 
@@ -180,17 +185,22 @@ def attend(
     assert token == size
     assert values.stride() == keys.stride()
     out = query.new_empty(sequences, heads * size)
+    _, key_heads, longest, _ = keys.shape
     failed = library.slipway_attend(
-        *(each.data_ptr() for each in (query, keys, values, out, spans)),
-        *(sequences, heads, keys.shape[1], size),
-        *(query.stride(0), slot, head, keys.shape[2]),
+        query.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        spans.data_ptr(),
+        *(sequences, heads, key_heads, size),
+        *(query.stride(0), slot, head, longest),
         scale,
         query.dtype == torch.bfloat16,
         level,
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the attention over {keys.shape[2]} tokens")
+        raise MemoryError(f"no memory for the attention over {longest} tokens")
     return out
 
 
@@ -200,12 +210,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     assert found is not None
     x = x.contiguous()
     y = torch.empty_like(x)
-    size = len(weight)
+    size = weight.shape[0]
     found[0].slipway_rms_norm(
-        *(each.data_ptr() for each in (x, weight, y)),
+        x.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
         *(x.numel() // size, size),
         eps,
-        *(each.dtype == torch.bfloat16 for each in (x, weight)),
+        x.dtype == torch.bfloat16,
+        weight.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     return y
@@ -215,7 +228,7 @@ def _blocks(columns: Tensor) -> Tensor:
     """Return (O, I) in the library's layout: (blocks, groups, 32 outputs, inputs of a group)."""
     outputs, inputs = columns.shape
     group = _GROUP[columns.dtype]
-    more = (0, -inputs % group, 0, -outputs % _WIDTH)
+    more = (0, -inputs % (_GROUPS * group), 0, -outputs % _WIDTH)
     columns = functional.pad(columns, more) if any(more) else columns
     blocks = columns.reshape(len(columns) // _WIDTH, _WIDTH, -1, group)
     return blocks.transpose(1, 2).contiguous()

@@ -43,26 +43,31 @@ INLINE TARGET void NAME(bf16_tile)(const Product *p, int64_t block, int64_t row,
         store(p, block, row + i, (float *)sums[i]);
 }
 
-/* Of two digits a row has both next to each other. */
-INLINE TARGET void NAME(int8_tile)(const Product *p, int64_t block, int64_t row, const int n) {
-    const Weight *w = p->weight;
-    const int8_t *values = (const int8_t *)w->values + block * p->groups * 4 * WIDTH;
-    const float *scale = w->scale + block * WIDTH;
-    const int32_t *weights = w->sums + block * WIDTH;
-    int32_t sums[TILE][WIDTH];
-    NAME(int8_sums)(values, (const int32_t *)p->prepared + row * p->groups, p->groups, n, sums);
-    for (int i = 0; i < n; i += p->digits) {
+/* Store n rows' sums of 8-bit products; the two digits of a row are next to each other. */
+INLINE TARGET void NAME(int8_store)(
+    const Product *p, int64_t block, int64_t row, int64_t n, int32_t sums[][WIDTH]
+) {
+    const float *scale = p->weight->scale + block * WIDTH;
+    const int32_t *weights = p->weight->sums + block * WIDTH;
+    for (int64_t i = 0; i < n; i += p->digits) {
         int64_t number = (row + i) / p->digits;
         float y[WIDTH], unit = p->unit[number];
         for (int o = 0; o < WIDTH; o++)
             y[o] = sums[i][o] - weights[o] * ZERO;
         if (p->digits == 2)
             for (int o = 0; o < WIDTH; o++)
-                y[o] += (float)(sums[(i + 1) % TILE][o] - weights[o] * ZERO) / (2 * MOST);
+                y[o] += (float)(sums[i + 1][o] - weights[o] * ZERO) / (2 * MOST);
         for (int o = 0; o < WIDTH; o++)
             y[o] *= scale[o] * unit;
         store(p, block, number, y);
     }
+}
+
+INLINE TARGET void NAME(int8_tile)(const Product *p, int64_t block, int64_t row, const int n) {
+    const int8_t *values = (const int8_t *)p->weight->values + block * p->groups * 4 * WIDTH;
+    int32_t sums[TILE][WIDTH];
+    NAME(int8_sums)(values, (const int32_t *)p->prepared + row * p->groups, p->groups, n, sums);
+    NAME(int8_store)(p, block, row, n, sums);
 }
 
 INLINE TARGET void NAME(tile)(const Product *p, int64_t block, int64_t row, const int n) {
@@ -87,6 +92,17 @@ static TARGET void NAME(multiply)(const Product *p, int64_t block) {
 #endif
         default: NAME(tile)(p, block, row, TILE);
         }
+}
+
+/* Store n rows' sums of a block. */
+INLINE TARGET void NAME(finish)(
+    const Product *p, int64_t block, int64_t row, int64_t n, int32_t sums[][WIDTH]
+) {
+    if (p->weight->kind != BF16)
+        NAME(int8_store)(p, block, row, n, sums);
+    else
+        for (int64_t i = 0; i < n; i++)
+            store(p, block, row + i, (float *)sums[i]);
 }
 
 static TARGET void NAME(attend)(const Attention *a, int64_t number, float *room) {

@@ -3,7 +3,8 @@
 
    A weight lies in blocks of 32 outputs, each (groups of inputs, 32 outputs, inputs of a group), with
    4 inputs of 8 bits or 2 of bf16 in a group: a register holds several outputs, and no sum crosses
-   its lanes. A row's sums are added up in one order however many rows there are.
+   its lanes. The groups are filled up with zeros to a multiple of 16, which fill a tile of AMX. A
+   row's sums are added up in one order however many rows there are.
 
    It is compiled with -fopenmp but linked to no library of OpenMP: the symbols are those of the one
    that torch has loaded, and so are the threads. */
@@ -83,9 +84,9 @@ INLINE void put(void *y, int64_t at, float value, int is_bf16) {
 INLINE void widen_row(const Product *p, int64_t row) {
     int64_t inputs = p->weight->inputs;
     float *to = (float *)p->prepared + row * p->groups * 2;
-    to[p->groups * 2 - 1] = 0; /* of an odd number of inputs */
     for (int64_t i = 0; i < inputs; i++)
         to[i] = get(p->x, row * inputs + i, p->is_bf16);
+    memset(to + inputs, 0, (p->groups * 2 - inputs) * sizeof(*to));
 }
 
 /* Divide a row by its largest value and round it to whole numbers up to `most`, with two digits its
@@ -174,6 +175,8 @@ INLINE void attend_head(const Attention *a, int64_t number, float *room, int is_
    MOST, ZERO: the largest whole number of a row, and what is added to it. */
 #ifdef __x86_64__
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define NAME(x) avx512_##x
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
@@ -234,17 +237,107 @@ INLINE TARGET void avx2_int8_sums(
 }
 #include "kernel.h"
 
+#if __GNUC__ >= 11 || defined(__clang__)
+#define AMX                                                                                            \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,amx-tile,amx-bf16,"  \
+                          "amx-int8")))
+enum { TILE_ROWS = 16 }; /* of 64 bytes */
+
+AMX static void amx_prepare(const Product *p, int64_t row) {
+    if (p->weight->kind == BF16 && p->is_bf16) {
+        int64_t inputs = p->weight->inputs, size = p->groups * 2;
+        uint16_t *to = (uint16_t *)p->prepared + row * size;
+        memcpy(to, (const uint16_t *)p->x + row * inputs, inputs * sizeof(*to));
+        memset(to + inputs, 0, (size - inputs) * sizeof(*to));
+    } else
+        avx512_prepare(p, row);
+}
+
+/* Two tiles of rows times two of outputs; bytes beyond the last row are read and not used. */
+AMX static void amx_multiply(const Product *p, int64_t block) {
+    const struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    int64_t rows = p->rows * p->digits, stride = p->groups * 4;
+    const char *weights = (const char *)p->weight->values + block * p->groups * 4 * WIDTH;
+    int is_bf16 = p->weight->kind == BF16;
+    if (is_bf16 && !p->is_bf16) { /* tiles would round fp32 */
+        avx512_multiply(p, block);
+        return;
+    }
+    _tile_loadconfig(&shapes);
+    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+        const char *x = (const char *)p->prepared + row * stride;
+        int64_t count = rows - row < 2 * TILE_ROWS ? rows - row : 2 * TILE_ROWS;
+        int32_t sums[2 * TILE_ROWS][WIDTH];
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t at = 0; at < stride; at += 64) {
+            const char *w = weights + at * WIDTH;
+            for (int line = 0; row == 0 && line < WIDTH * 64; line += 64)
+                _mm_prefetch(w + AHEAD + line, _MM_HINT_T0);
+            _tile_loadd(6, w, 4 * WIDTH);
+            _tile_loadd(7, w + 64, 4 * WIDTH);
+            _tile_loadd(4, x + at, stride);
+            if (is_bf16) {
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+            } else {
+                _tile_dpbusd(0, 4, 6);
+                _tile_dpbusd(1, 4, 7);
+            }
+            if (count <= TILE_ROWS)
+                continue;
+            _tile_loadd(5, x + TILE_ROWS * stride + at, stride);
+            if (is_bf16) {
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            } else {
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums, 4 * WIDTH);
+        _tile_stored(1, (char *)sums + 64, 4 * WIDTH);
+        _tile_stored(2, sums + TILE_ROWS, 4 * WIDTH);
+        _tile_stored(3, (char *)(sums + TILE_ROWS) + 64, 4 * WIDTH);
+        avx512_finish(p, block, row, count, sums);
+    }
+    _tile_release();
+}
+#endif
+
 static const Kernel kernels[] = {
     {avx2_prepare, avx2_multiply, avx2_attend},
     {avx512_prepare, avx512_multiply, avx512_attend},
+#ifdef AMX
+    {amx_prepare, amx_multiply, avx512_attend},
+#endif
 };
-static const char *const levels[] = {"avx2", "avx512"}; /* the best comes last */
+static const char *const levels[] = { /* the best comes last */
+    "avx2", "avx512",
+#ifdef AMX
+    "amx",
+#endif
+};
 
 static int has_level(int level) {
     if (level == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    int has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    if (level == 1 || !has_avx512)
+        return has_avx512;
+#ifdef AMX
+    /* Linux gives a process the tiles' state (18) when it asks for it (ARCH_REQ_XCOMP_PERM). */
+    return __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") &&
+           syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+#endif
+    return 0;
 }
 #endif
 
@@ -308,14 +401,16 @@ EXPORT int slipway_multiply(
     const Weight *w, const void *x, void *y, const void *residual, int64_t rows, int is_bf16,
     int level, int threads
 ) {
-    int64_t group = w->kind == BF16 ? 2 : 4, groups = (w->inputs + group - 1) / group;
+    int64_t group = w->kind == BF16 ? 2 : 4, groups = (w->inputs + 16 * group - 1) / group / 16 * 16;
     int64_t digits = w->kind == INT8_TWO_DIGITS ? 2 : 1;
     int64_t blocks = (w->outputs + WIDTH - 1) / WIDTH, block_bytes = groups * 4 * WIDTH;
     int64_t row_bytes = groups * digits * (w->kind == BF16 ? 8 : 4);
-    char *room = malloc(rows * (row_bytes + sizeof(float)) + 1);
+    /* Kernels may read whole tiles, up to 31 rows more. */
+    char *room = malloc((rows + 31) * row_bytes + rows * sizeof(float));
     if (!room)
         return -1;
-    Product p = {w, x, residual, y, rows, is_bf16, groups, digits, room, (float *)(room + rows * row_bytes)};
+    float *unit = (float *)(room + (rows + 31) * row_bytes);
+    Product p = {w, x, residual, y, rows, is_bf16, groups, digits, room, unit};
     /* A thread that is slowed down takes fewer pieces. */
     int64_t piece = 1 + (64 << 10) / block_bytes;
 #pragma omp parallel num_threads(threads)

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 LEVELS = native_cpu._CHOICES.get(platform.machine(), ())
 # The largest whole number of a row's values.
-STEPS = {"avx2": 63, "avx512": 127, "dotprod": 127}
+STEPS = {"avx2": 63, "avx512": 127, "amx": 127, "dotprod": 127}
 # Odd sizes leave groups and blocks that are not full; the last takes two digits.
 SIZES = [(99, 77), (896, 64), (5, 3), (4098, 40)]
 
@@ -82,7 +82,7 @@ def assert_near(y: torch.Tensor, expected: torch.Tensor, tolerance: float) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19, 35])
 def test_rows_by_weights_of_bf16(
     level: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -94,7 +94,7 @@ def test_rows_by_weights_of_bf16(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19, 35])
 def test_sums_of_eight_bits_are_exact(
     level: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -115,10 +115,10 @@ def test_sums_of_eight_bits_are_exact(
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("inputs", [99, 4096])
 def test_a_row_does_not_depend_on_the_others(level: str, inputs: int, int8: bool) -> None:
-    x, weight, bias, _ = operands(19, inputs, 77, torch.float32)
+    x, weight, bias, _ = operands(35, inputs, 77, torch.bfloat16)
     gemm = NativeGemm(weight, Epilogue(bias), int8=int8)
     whole = gemm(x)
-    for rows in (1, 2, 3, 5, 8, 11):
+    for rows in (1, 2, 3, 5, 8, 11, 17, 33):
         others = x.clone()
         others[rows:] *= 1000
         assert gemm(x[:rows]).equal(whole[:rows])
