@@ -74,16 +74,6 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         evaluates="evaluate" in requested,
         exports=exports,
     )
-    if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
-        problems.append(
-            f"evaluate.server={config.evaluate.server} names a server, and stages starts another "
-            "with deploy; leave deploy out of stages, or set evaluate.server=null."
-        )
-    if {"deploy", "certify"} <= set(requested) and config.certify.endpoint is not None:
-        problems.append(
-            f"certify.endpoint={config.certify.endpoint} would be queried before deploy starts a "
-            "server; run stages=[certify] once the server is up, or set certify.endpoint=null."
-        )
     # Stages are chosen from the last to the first. Each maps to the stage that needs it, or to
     # None if it was requested.
     needed_by: dict[str, str | None] = dict.fromkeys(requested)

@@ -72,8 +72,6 @@ def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> Iterator[st
             "server and its replacement, such as 'upgrade.rows={now:{},next:"
             "{deploy.executable:/venvs/next/bin/vllm}}'."
         )
-    if "evaluate" not in config.stages:
-        yield f"action=upgrade needs evaluate, which stages={shown(config.stages)} lacks; add it."
     for name, keys in rows.items():
         wrong = "is that of an output file" if name in _TAKEN else name_problem(name)
         if wrong:

@@ -10,7 +10,6 @@ from foundations.files.json_content import Fields
 from foundations.job_options import JOB_KEYS
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
-from inference.evaluation.options import OPENAI
 from stages.base import Stage, StageError, Summary, as_json
 from stages.convert import find_checkpoint
 from stages.deploy_config import DeployConfig, check_deploy
@@ -54,14 +53,8 @@ class CertifyStage(Stage):
             f"certify.{name}={path} does not exist." for name, path in needed if not path.exists()
         )
         yield from endpoint_problems(options, "certify.{}".format)
-        if (deploy := self.deploy) is not None:
-            yield from check_deploy(deploy)
-            speaks_openai = deploy.openai.enabled or deploy.is_other_engine
-            if options.protocol == OPENAI and not speaks_openai:
-                yield (
-                    "certify.protocol=openai needs a server of that protocol; set "
-                    "deploy.openai.enabled=true, or certify.protocol=grpc."
-                )
+        if self.deploy is not None:
+            yield from check_deploy(self.deploy)
         if options.endpoint is None:
             return
         if not is_address(options.endpoint, options.protocol):

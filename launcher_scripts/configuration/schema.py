@@ -56,6 +56,10 @@ _MEMORY = (
     r"\d{1,5}(\.\d+)?|\d{1,9}[KMGTkmgt][Bb]?",
     "write a number of GB, such as 64, or one with a unit, such as 500M",
 )
+_INSIDE = (
+    r"(?!/|(.*/)?\.\.(/|$)).*",
+    "leads out of the claim; give a folder relative to its root, such as gpt/model_repo",
+)
 _AFTER = r"(singleton|\d+|(after|expand)\w*(:\d+(_\d+|_\*)?(\+\d+)?)+)"
 _DEPENDENCY = (
     rf"{_AFTER}([,?]{_AFTER})*",
@@ -72,7 +76,7 @@ class KubernetesSection:
         "how a new server takes over", "Recreate", choices=("Recreate", "RollingUpdate")
     )
     claim: str | None = option("PersistentVolumeClaim that holds the repository", None)
-    claim_path: str | None = option("folder of the repository in the claim", None)
+    claim_path: str | None = option("folder of the repository in the claim", None, form=_INSIDE)
     token_secret: str | None = option("Secret whose key `tokens` holds accepted tokens", None)
     tls_secret: str | None = option("Secret of type kubernetes.io/tls", None)
     s3_secret: str | None = option("Secret with the variables of an object store", None)

@@ -47,7 +47,7 @@ class KubernetesLauncher(Launcher):
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems that a pod would have."""
-        return list(_problems(self.config, stages))
+        return [problem for server in _servers(stages) for problem in _problems(server)]
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return notes on where the repository must be before the pods start."""
@@ -95,25 +95,7 @@ def _servers(stages: Sequence[Stage]) -> list[DeployConfig]:
     return [stage.config for stage in stages if isinstance(stage, DeployStage)]
 
 
-def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    others = [stage.name for stage in stages if stage.name != "deploy"]
-    if others:
-        yield (
-            f"cluster_type=kubernetes only serves, and stages has {', '.join(others)}; run them "
-            "with another cluster_type first, and then stages=[deploy]."
-        )
-    for server in _servers(stages):
-        yield from _problems_of_server(config, server)
-
-
-def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
-    settings = config.cluster.kubernetes
-    inside = Path(settings.claim_path or "")
-    if inside.is_absolute() or ".." in inside.parts:
-        yield (
-            f"cluster.kubernetes.claim_path={inside} leads out of the claim; give the folder "
-            "relative to the root of the claim, such as gpt/model_repo."
-        )
+def _problems(server: DeployConfig) -> Iterator[str]:
     if server.nodes > 1 and server.store is not None:
         yield (
             f"{server.nodes} nodes share the key of their launch through a volume; set "

@@ -240,7 +240,7 @@ def test_what_pods_cannot_do_is_refused_at_once(
     )
     text = capsys.readouterr().err
     for words in (
-        "cluster_type=kubernetes only serves, and stages has evaluate",
+        "stages=[deploy, evaluate] needs cluster_type=local, bcm or bcp; set that, or change",
         "needs container or deploy.container",
         "needs cluster.kubernetes.claim or ",
         "name a Secret with its content in cluster.kubernetes.token_secret",
@@ -261,7 +261,7 @@ def test_a_folder_outside_the_claim_is_refused(
     render: Render, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     render("cluster.kubernetes.claim=models", f"cluster.kubernetes.claim_path={folder}", status=2)
-    assert f"cluster.kubernetes.claim_path={folder} leads out" in capsys.readouterr().err
+    assert f"cluster.kubernetes.claim_path={folder}: leads out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

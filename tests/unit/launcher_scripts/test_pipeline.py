@@ -185,9 +185,7 @@ def test_an_unreadable_time_limit_hides_no_other_problem(
             "stages names 'evauate', which is not a stage (did you mean evaluate?); known stages: "
             "convert, certify, export, deploy, evaluate.",
         ),
-        ("stages=[deploy,evaluate] evaluate.server=host:8001", "stages starts another"),
         ("stages=[evaluate] evaluate.server=http://host:8000", "is not an address; write host:"),
-        ("stages=[deploy,certify] certify.endpoint=http://host:8003/v1", "certify.endpoint=http"),
         ("evaluate.lambada.data_path=/nowhere.jsonl", "/nowhere.jsonl is not a file"),
         ("export.model.checkpoint_path=/none.nemo", "export.model.checkpoint_path=/none.nemo does"),
         (
@@ -196,7 +194,6 @@ def test_an_unreadable_time_limit_hides_no_other_problem(
         ),
         ("deploy.engine=vllm convert.format=huggingface", "stages=[convert,deploy,evaluate]"),
         ("deploy.engine=vllm stages=[export]", "leave deploy.engine out."),
-        ("stages=[certify] certify.serve=true", "certify.protocol=openai needs a server"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:

@@ -65,7 +65,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     # `cluster_type` is translated before anything is composed: see test_arguments.
     wrong = {name: list(wrong_values(key)) for name, key in KEYS.items() if name != "cluster_type"}
     for name in (key.name for key in KEYS.values() if key.form is not None):
-        wrong[name].append("[no form]" if KEYS[name].is_list else "no form")
+        wrong[name].append("[/no:form]" if KEYS[name].is_list else "/no:form")
     assert [name for name in wrong if not wrong[name] and KEYS[name].type is not Any] == []
     config = compose_config([]).config
     assert config is not None
