@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from foundations.files.json_content import Fields
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.schema import WatchSection
 from launcher_scripts.console import Console
@@ -214,7 +213,7 @@ class WatchState:
         rows = [
             (
                 str(one.step),
-                self._state(one),
+                self.label(one),
                 self._value(one),
                 one.verdict or one.problem or "-",
             )
@@ -231,30 +230,25 @@ class WatchState:
         """Return the HTML page of the watch, which charts every metric over the steps."""
         from inference.evaluation.report.document import Page, markdown
 
-        points: list[Fields] = []
-        rows: list[tuple[str, ...]] = []
-        for one in self.in_order:
-            step, report = f"step {one.step}", ""
-            if one.metrics:
-                metrics = {name: asdict(metric) for name, metric in one.metrics.items()}
-                points.append({"run_id": step, "started_at": step, "metrics": metrics})
-                report = os.path.relpath(Path(one.report).with_suffix(".html"), self.folder)
-            remarks = (one.verdict or "-", one.problem or "-")
-            rows.append((str(one.step), self._state(one), report, self.shown(one), *remarks))
         title = f"Checkpoints of {self.run}"
         return Page(
             title,
-            markdown("checkpoints", title=title, rows=rows),
-            {"checkpoints": points},
+            markdown("checkpoints", title=title, state=self),
+            {"checkpoints": [asdict(one) for one in self.in_order if one.metrics]},
             footer=_ENDED if has_ended else _RELOADS,
             reload_s=None if has_ended else _RELOAD_S,
         ).html()
+
+    def report_page(self, watched: Watched) -> str:
+        """Return the path of a checkpoint's report, relative to the folder."""
+        return os.path.relpath(Path(watched.report).with_suffix(".html"), self.folder)
 
     def figure(self, watched: Watched) -> str:
         """Return the name and value of a checkpoint's deciding figure; empty without figures."""
         return f"{self._metric(self.in_order)} {self._value(watched)}" if watched.metrics else ""
 
-    def _state(self, watched: Watched) -> str:
+    def label(self, watched: Watched) -> str:
+        """Return the state of a checkpoint, and whether it is the best."""
         return watched.state + (", best" if watched.step == self.best else "")
 
     def _metric(self, checkpoints: list[Watched]) -> str | None:

@@ -268,9 +268,9 @@
         if (!known.length) return [];
         const points = known.map((run, x) => {
           const point = intervalPoint(run.metrics[name]);
-          return { ...point, x, hint: `${point.hint}, ${run.run_id}` };
+          return { ...point, x, hint: `${point.hint}, step ${run.step}` };
         });
-        const names = known.map((run, i) => (i && i < known.length - 1 ? "" : run.started_at.slice(0, 16).replace("T", " ")));
+        const names = known.map((run, i) => (i && i < known.length - 1 ? "" : `step ${run.step}`));
         return figure(title(name), columnsChart({ points, line: "curve", unit: known[0].metrics[name].unit, names }));
       }),
     );

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from inference.evaluation.report.document import markdown, terminal_text
 from inference.evaluation.report.files import report_page
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import Prediction
+from launcher_scripts.configuration.schema import WatchSection
+from launcher_scripts.watch_state import Watched, WatchState
 
 _VOID = {"meta"}
 
@@ -158,18 +161,24 @@ def test_the_page_holds_the_markdown_for_readers_without_scripts(report, predict
 HOSTILE_TEXT = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b ~~no~~ $x$ | end"
 
 
+def remark(text: str) -> str:
+    """Return the page of a watch whose only checkpoint has a remark, as Markdown."""
+    state = WatchState(WatchSection(""), Path())
+    state.watched[1] = Watched(1, "", "a", problem=text)
+    return markdown("checkpoints", title="", state=state)
+
+
 def test_cells_of_markdown_hold_no_markup_and_call_nobody():
-    text = markdown("checkpoints", title="", rows=[("1", HOSTILE_TEXT, "", "", "", "")])
+    text = remark(HOSTILE_TEXT)
     assert text.splitlines()[-1] == (
-        "| 1 | \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` \\_word\\_ a_b "
-        "\\~\\~no\\~\\~ \\$x\\$ \\| end |  |  |  |"
+        "| 1 | waiting | a | - | \\*bold\\* \\[a\\](b) \\<b\\> &#64;someone \\#1 \\`code\\` "
+        "\\_word\\_ a_b \\~\\~no\\~\\~ \\$x\\$ \\| end |"
     )
     assert HOSTILE_TEXT in terminal_text(text)
 
 
 def test_half_a_surrogate_pair_can_be_written():
-    text = markdown("checkpoints", title="", rows=[("1", "\ud83d", "", "", "", "")])
-    assert text.encode().splitlines()[-1] == b"| 1 | ? |  |  |  |"
+    assert remark("\ud83d").encode().splitlines()[-1] == b"| 1 | waiting | a | - | ? |"
 
 
 def test_a_command_cannot_end_its_block(report):
