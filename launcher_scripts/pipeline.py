@@ -18,13 +18,12 @@ class PlannedStage:
 
     Attributes:
         finding: the state of its outputs on disk.
-        runs: whether a job is submitted for it; if not, `state` and `reason` say why.
+        state, reason: why no job is submitted for it; empty if one is.
         needed_by: the stage that needs its outputs, if it was not requested itself.
     """
 
     stage: Stage
     finding: Finding
-    runs: bool = True
     state: str = ""
     reason: str = ""
     needed_by: str | None = None
@@ -33,6 +32,11 @@ class PlannedStage:
     def name(self) -> str:
         """Name of the stage."""
         return self.stage.name
+
+    @property
+    def runs(self) -> bool:
+        """Whether a job is submitted for it."""
+        return not self.state
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,8 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     measures = config.export.accuracy.enabled and "export" in config.stages
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
     problems += _drop_export(requested, config.deploy.engine)
-    exports = any("export" in (name, _prerequisite(name, config)) for name in requested)
-    context = replace(
-        context,
-        deploys="deploy" in requested,
-        evaluates="evaluate" in requested,
-        exports=exports,
-    )
+    before = (_prerequisite(name, config) for name in requested)
+    context = replace(context, stages=frozenset(filter(None, (*requested, *before))))
     # Stages are chosen from the last to the first. Each maps to the stage that needs it, or to
     # None if it was requested.
     needed_by: dict[str, str | None] = dict.fromkeys(requested)
@@ -88,21 +87,19 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             continue
         if needed_by[name] is None or not _has_outputs(stage):
             chosen.insert(0, stage)
-            if (before := _prerequisite(name, config)) is not None:
-                needed_by.setdefault(before, name)
+            if (earlier := _prerequisite(name, config)) is not None:
+                needed_by.setdefault(earlier, name)
     planned: dict[str, PlannedStage] = {}
     for stage in chosen:
         planned[stage.name] = _planned(stage, planned, needed_by[stage.name])
     evaluate = planned.get("evaluate")
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
         reason = "not needed: the evaluation is finished"  # no other stage needs the server
-        planned["deploy"] = replace(
-            planned["deploy"], runs=False, state="not needed", reason=reason
-        )
-    to_run = [planned_stage for planned_stage in planned.values() if planned_stage.runs]
-    for planned_stage in to_run:
-        problems += [*planned_stage.finding.problems, *planned_stage.stage.check()]
-    return Plan(tuple(planned.values()), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
+        planned["deploy"] = replace(planned["deploy"], state="not needed", reason=reason)
+    plan = Plan(tuple(planned.values()))
+    for each in plan.to_run:
+        problems += [*each.finding.problems, *each.stage.check()]
+    return replace(plan, problems=tuple(dict.fromkeys(problems)), notes=tuple(_notes(plan.to_run)))
 
 
 def _stage_order(config: Config) -> list[str]:
@@ -183,5 +180,5 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
         finding = Finding()
     if finding.marker is not None and is_fresh:
         reason = f"finished at {finding.marker.finished_at}"
-        return PlannedStage(stage, finding, False, "finished earlier", reason, needed_by)
+        return PlannedStage(stage, finding, "finished earlier", reason, needed_by)
     return PlannedStage(stage, finding, needed_by=needed_by)

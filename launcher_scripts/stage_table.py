@@ -32,7 +32,7 @@ def build_stage(name: str, config: Config, context: Context) -> Stage:
     job = JobSettings(
         name=settings.name,
         folder=config.results_dir / name,
-        resources=_resources(name, config, settings, deploys=context.deploys),
+        resources=_resources(name, config, settings, deploys="deploy" in context.stages),
         overwrite=config.overwrite,
         # Slurm may send its signal up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
@@ -69,7 +69,7 @@ def _resources(name: str, config: Config, settings: Any, *, deploys: bool) -> Re
 STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,
-        conversion_request(config, exports=context.exports),
+        conversion_request(config, exports="export" in context.stages),
         may_be_remote=config.plans_remotely,
     ),
     "certify": certify_stage,
@@ -82,7 +82,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "deploy": lambda config, job, context: DeployStage(
         job,
         server_config(config),
-        ends_with_evaluation=context.evaluates and not config.deploy.keep,
+        ends_with_evaluation="evaluate" in context.stages and not config.deploy.keep,
     ),
     "evaluate": evaluation_stage,
 }

@@ -26,15 +26,11 @@ class Context:
     """Facts about a run that the configuration does not hold.
 
     Attributes:
-        deploys: whether the pipeline deploys a server.
-        exports: whether the converted shards are exported and served.
-        evaluates: whether the pipeline evaluates.
+        stages: the requested stages, and those whose outputs they read.
         command: the command line.
     """
 
-    deploys: bool = False
-    exports: bool = False
-    evaluates: bool = False
+    stages: frozenset[str] = frozenset()
     command: str = ""
     git_revision: str = ""
 
@@ -47,7 +43,7 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
     """
     evaluate = config.evaluate
     server = server_config(config)
-    follows = context.deploys and evaluate.server is None
+    follows = "deploy" in context.stages and evaluate.server is None
     if server.nodes > 1 and evaluate.server is None and not follows:
         raise ValueError(
             f"a model over {server.nodes} nodes needs a separate server job; add deploy to "

@@ -62,14 +62,14 @@ def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
     config = on_cluster(8, 2)
     with pytest.raises(ValueError, match="a model over 2 nodes needs a separate server job"):
         build_stage("evaluate", config, Context())
-    build_stage("evaluate", config, Context(deploys=True))
+    build_stage("evaluate", config, Context(frozenset({"deploy"})))
 
 
 def test_evaluation_alone_has_the_gpus_of_its_server() -> None:
     config = on_cluster(4, 1)
     alone = build_stage("evaluate", config, Context()).job.resources
     assert alone.gpus_per_node == resources(config).gpus_per_node == 4
-    followed = build_stage("evaluate", config, Context(deploys=True)).job.resources
+    followed = build_stage("evaluate", config, Context(frozenset({"deploy"}))).job.resources
     assert followed.gpus_per_node is None
     elsewhere = on_cluster(4, 1, "evaluate.server=host:8001")
     assert build_stage("evaluate", elsewhere, Context()).job.resources.gpus_per_node is None

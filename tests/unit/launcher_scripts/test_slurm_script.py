@@ -33,7 +33,7 @@ def configure(*words: str) -> Config:
 
 
 def job(config: Config, name: str) -> Job:
-    return Job(build_stage(name, config, Context(deploys=True)), config)
+    return Job(build_stage(name, config, Context(frozenset({"deploy"}))), config)
 
 
 def options(name: str, *words: str, after: str = "") -> dict[str, object]:
