@@ -35,7 +35,7 @@ def convert(source: Path, output: Path, *more: object) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def test_convert_validate_and_inspect_a_folder(tmp_path: Path) -> None:
+def test_convert_validate_and_inspect_a_folder(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", tp=2)
     result = convert(source, tmp_path / "out", "--processes", 2)
     assert (result.returncode, result.stderr) == (0, "")
@@ -51,7 +51,7 @@ def test_convert_validate_and_inspect_a_folder(tmp_path: Path) -> None:
     assert "is already complete; nothing to do" in again.stdout
 
 
-def test_a_conversion_imports_no_torch(tmp_path: Path) -> None:
+def test_a_conversion_imports_no_torch(tmp_path):
     """Its import takes longer than a small conversion."""
     source = write_nemo(tmp_path / "x.nemo")
     command = [sys.executable, "-X", "importtime", "-m", "export_scripts.convert"]
@@ -63,7 +63,7 @@ def test_a_conversion_imports_no_torch(tmp_path: Path) -> None:
     assert not loaded & {"torch", "transformers", "safetensors"}
 
 
-def test_a_refused_conversion_exits_1_with_the_reasons(tmp_path: Path) -> None:
+def test_a_refused_conversion_exits_1_with_the_reasons(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", config={"activation": "swiglu", "headscale": True})
     result = convert(source, tmp_path / "out")
     assert result.returncode == 1
@@ -72,7 +72,7 @@ def test_a_refused_conversion_exits_1_with_the_reasons(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("*"))
 
 
-def test_validate_exits_1_and_lists_the_differences(tmp_path: Path) -> None:
+def test_validate_exits_1_and_lists_the_differences(tmp_path):
     convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out")
     (tmp_path / "out/2-gpu/model.wte.bin").unlink()
     result = run("validate", tmp_path / "out/2-gpu", "--quick")
@@ -80,21 +80,21 @@ def test_validate_exits_1_and_lists_the_differences(tmp_path: Path) -> None:
     assert "model.wte.bin is missing" in result.stdout
 
 
-def test_inspect_reports_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> None:
+def test_inspect_reports_why_a_checkpoint_cannot_be_converted(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", config={"position_embedding_type": "alibi"})
     facts = json.loads(run("inspect", source, "--json").stdout)
     assert "position_embedding_type = alibi" in facts["cannot be converted"][0]
 
 
 @pytest.mark.parametrize("name", ["convert", "validate", "inspect", "list_families"])
-def test_help_describes_the_command(name: str) -> None:
+def test_help_describes_the_command(name: str):
     result = run(name, "--help")
     assert result.returncode == 0
     assert f"usage: python -m export_scripts.{name}" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["inspect", "list_families"])
-def test_light_commands_do_not_load_torch(name: str, tmp_path: Path) -> None:
+def test_light_commands_do_not_load_torch(name: str, tmp_path):
     arguments = [str(write_nemo(tmp_path / "x.nemo"))] if name == "inspect" else []
     code = (
         "import sys\n"
@@ -105,12 +105,12 @@ def test_light_commands_do_not_load_torch(name: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def test_a_bad_pair_is_reported(tmp_path: Path) -> None:
+def test_a_bad_pair_is_reported(tmp_path):
     result = convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", "--set", "head_num")
     assert (result.returncode, result.stderr) == (1, "error: --set head_num is not KEY=VALUE\n")
 
 
-def test_output_escapes_what_the_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_escapes_what_the_locale_lacks(monkeypatch):
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)

@@ -32,7 +32,7 @@ ROOT = HERE.parents[2]
 
 
 @pytest.fixture(autouse=True)
-def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def replica(tmp_path, monkeypatch) -> Path:
     """Make this process the first of two replicas; return the folder of bcprun."""
     return become_replica(tmp_path / "bin", monkeypatch)
 
@@ -57,7 +57,7 @@ def record(folder: Path, stage: str) -> JobRecord:
     return found
 
 
-def test_first_rank_works_and_every_other_assists(tmp_path: Path) -> None:
+def test_first_rank_works_and_every_other_assists(tmp_path):
     job = settings(tmp_path, "ranks", resources=Resources(nodes=2, tasks_per_node=2))
     assert make_run(RanksStage(job))[0].run_all(wait=False) == 0
     assert record(tmp_path, "ranks").state == "completed"
@@ -68,7 +68,7 @@ def test_first_rank_works_and_every_other_assists(tmp_path: Path) -> None:
     assert {each["note"] for each in seen.values()} == {"it's $5"}
 
 
-def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
+def test_rank_that_fails_ends_the_job_and_is_named(tmp_path):
     job = settings(tmp_path, "ranks", resources=Resources(nodes=2))
     run, shown = make_run(RanksStage(job, fails="rank 1"))
     assert run.run_all(wait=False) == 1
@@ -76,7 +76,7 @@ def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert "rank 1 failed: no network here" in shown.getvalue()
 
 
-def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_job_that_is_stopped_leaves_no_process_behind(tmp_path):
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
     handle = run.submit("sleep")
     wait_for(tmp_path / "out" / "target.pid")
@@ -86,7 +86,7 @@ def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     assert not lives(int((tmp_path / "out" / "target.pid").read_text()))
 
 
-def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+def test_job_ends_when_the_command_is_killed(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:2]\n"
         "from pathlib import Path\n"
@@ -103,9 +103,7 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     until(lambda: not lives(int(pid_file.read_text())))
 
 
-def test_array_for_mpi_is_started_through_mpirun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_array_for_mpi_is_started_through_mpirun(tmp_path, monkeypatch):
     monkeypatch.setenv("NGC_ARRAY_TYPE", "MPIJob")
     run, _ = make_run(RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2))))
     assert run.run_all(wait=False) == 0
@@ -114,17 +112,13 @@ def test_array_for_mpi_is_started_through_mpirun(
     assert {path.name for path in (tmp_path / "out").glob("rank-*")} == {"rank-0", "rank-1"}
 
 
-def test_further_arguments_of_bcprun_come_before_its_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_further_arguments_of_bcprun_come_before_its_command(tmp_path, capsys):
     words = ["export=gpt3/sample", "cluster_type=bcp", f"base_results_dir={tmp_path}"]
     assert main([*words, "cluster.bcprun_args=[--binding,node]", "dry_run=true"]) == 0
     assert re.search(r"--binding node .*'?HF_TOKEN=\.\.\.'? .*--cmd ", capsys.readouterr().out)
 
 
-def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(tmp_path, capsys):
     assert make_run(WriteStage(settings(tmp_path, "write")))[0].run_all(wait=False) == 0
     found = record(tmp_path, "write")
     assert Path(found.log).name == f"log-write_{found.job_id}.out"
@@ -133,7 +127,7 @@ def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
-def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path: Path, replica: Path) -> None:
+def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path, replica: Path):
     (replica / "bcprun").unlink()
     job = settings(tmp_path, "ranks", resources=Resources(tasks_per_node=2))
     run, shown = make_run(RanksStage(job))
@@ -143,9 +137,7 @@ def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path: Path, replica: Pat
     assert {path.name for path in (tmp_path / "out").glob("rank-*")} == {"rank-0", "rank-1"}
 
 
-def test_secrets_reach_the_job_and_stand_in_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_reach_the_job_and_stand_in_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     assert make_run(RanksStage(settings(tmp_path, "ranks")))[0].run_all(wait=False) == 0
     assert json.loads((tmp_path / "out" / "rank-0").read_text())["secret"] == len("hf_very_secret")
@@ -153,15 +145,15 @@ def test_secrets_reach_the_job_and_stand_in_no_file(
     assert not any(b"hf_very_secret" in path.read_bytes() for path in written)
 
 
-def test_more_nodes_than_replicas_are_refused(tmp_path: Path) -> None:
+def test_more_nodes_than_replicas_are_refused(tmp_path):
     stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=3)))
     (problem,) = make_run(stage)[0].launcher.check([stage])
     assert "needs 3 nodes, and this job has 2 (NGC_ARRAY_SIZE)" in problem
 
 
 def test_same_command_on_another_replica_leaves_the_work_to_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("NGC_ARRAY_INDEX", "1")
     assert main(["export=gpt3/sample", "cluster_type=bcp", f"base_results_dir={tmp_path}/r"]) == 0
     assert "replica 1: the first replica of this job runs the stages" in capsys.readouterr().out
@@ -171,9 +163,7 @@ def test_same_command_on_another_replica_leaves_the_work_to_the_first(
 @pytest.mark.parametrize(
     "word", ["base_results_dir=/results/x", "export.run.results_dir=/results/x"]
 )
-def test_folders_that_other_replicas_do_not_see_are_refused(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_that_other_replicas_do_not_see_are_refused(word: str, capsys):
     words = ["export=gpt3/sample", "cluster_type=bcp", "stages=[convert]", word, "dry_run=true"]
     assert main(words) == 2
     assert f"{word} is private to each replica" in capsys.readouterr().err

@@ -51,9 +51,7 @@ def action(name: str, base: Path, *words: str) -> Config:
     return config
 
 
-def test_problems_of_keys_and_of_stages_come_in_one_list(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_of_keys_and_of_stages_come_in_one_list(tmp_path, capsys):
     text = refused(
         capsys, SAMPLE, f"base_results_dir={tmp_path}/r", "stages=[export,evauate]",
         "export.model.weight_data_typ=fp32", "export.model.tensor_model_parallel_size=3",
@@ -64,9 +62,7 @@ def test_problems_of_keys_and_of_stages_come_in_one_list(
     assert not (tmp_path / "r").exists()
 
 
-def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_no_type_can_refuse_are_refused_with_their_keys(tmp_path, capsys):
     text = refused(
         capsys, SAMPLE, "base_results_dir=/proc/x", "watch.output_dir=/dev/null/x",
         "export.triton_deployment.parameters={max_lanes: x, kv_cache_bytes: -1, nonsense: 1}",
@@ -90,9 +86,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
     assert "'/ok" not in text
 
 
-def test_keys_without_effect_are_reported_when_they_are_set(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_without_effect_are_reported_when_they_are_set(tmp_path, capsys):
     words = (
         "export.benchmark.input_len=61", "export.model.load_checkpoints_to_cpu=true",
         "export.triton_deployment.enable_custom_all_reduce=1", "ci_test=true",
@@ -129,12 +123,12 @@ def test_keys_without_effect_are_reported_when_they_are_set(
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,
+    capsys,
+    monkeypatch,
     word: str,
     reported: str,
-) -> None:
+):
     monkeypatch.setenv("PATH", "")
     text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", word)
     assert reported in text
@@ -142,17 +136,13 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
-def test_launcher_scripts_path_may_be_the_folder_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_scripts_path_may_be_the_folder_of_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT / "launcher_scripts")
     words = [SAMPLE, "stages=[convert]", "dry_run=true", f"base_results_dir={tmp_path}"]
     assert main([*words, "launcher_scripts_path=."]) == 0
 
 
-def test_archive_that_cannot_be_used_is_named_with_its_key(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_archive_that_cannot_be_used_is_named_with_its_key(tmp_path, capsys):
     path = tmp_path / "model.nemo"
     path.write_text("no archive")
     words = (f"base_results_dir={tmp_path}/r", f"export.model.checkpoint_path={path}")
@@ -161,9 +151,7 @@ def test_archive_that_cannot_be_used_is_named_with_its_key(
     assert not (tmp_path / "r").exists()
 
 
-def test_taken_port_is_reported_before_anything_is_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_taken_port_is_reported_before_anything_is_converted(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         words = (SAMPLE, f"base_results_dir={tmp_path}", "stages=[deploy]")
@@ -172,7 +160,7 @@ def test_taken_port_is_reported_before_anything_is_converted(
     assert not any(tmp_path.iterdir())
 
 
-def test_names_of_files_work_in_every_locale(tmp_path: Path) -> None:
+def test_names_of_files_work_in_every_locale(tmp_path):
     command = [
         sys.executable, "main.py", SAMPLE, f"base_results_dir={tmp_path}/\xe9", "stages=[convert]",
         "dry_run=true",
@@ -187,9 +175,7 @@ def test_names_of_files_work_in_every_locale(tmp_path: Path) -> None:
     assert (tmp_path / "\xe9" / "gpt_books_5m").is_dir()
 
 
-def test_debug_switch_of_the_launcher_is_a_dry_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_switch_of_the_launcher_is_a_dry_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NEMO_LAUNCHER_DEBUG", "yes")
     monkeypatch.setenv("PATH", "")
     for cluster in ("local", "bcm", "bcp"):
@@ -199,9 +185,7 @@ def test_debug_switch_of_the_launcher_is_a_dry_run(
     assert not list(tmp_path.rglob("job.json"))
 
 
-def test_dry_run_is_not_repeated_by_the_saved_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_is_not_repeated_by_the_saved_configuration(tmp_path, capsys):
     assert main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "cluster=bcm"]) == 0
     shown = capsys.readouterr().out
     assert "#SBATCH --dependency=afterok:10001,singleton" in shown
@@ -209,9 +193,7 @@ def test_dry_run_is_not_repeated_by_the_saved_configuration(
     assert "dry_run: false" in saved.read_text()
 
 
-def test_status_shows_every_job_of_the_last_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_every_job_of_the_last_run(tmp_path, capsys):
     (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
     record = JobRecord("12", "convert", "c", "failed", error="no space left", exit_code=1)
     write_record(tmp_path / "run" / "convert" / "job.json", record)
@@ -221,15 +203,13 @@ def test_status_shows_every_job_of_the_last_run(
     assert "convert: no space left" in shown
 
 
-def test_a_level_of_logs_that_no_job_would_take_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_level_of_logs_that_no_job_would_take_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NEMO_LAUNCHER_LOG_LEVEL", "loud")
     text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", "stages=[convert]")
     assert "NEMO_LAUNCHER_LOG_LEVEL=loud is not a log level" in text
 
 
-def test_a_dry_run_cancels_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_cancels_nothing(tmp_path, capsys):
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)", "convert/submitit/12"]
     ) as process:
@@ -244,9 +224,7 @@ def test_a_dry_run_cancels_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         process.kill()
 
 
-def test_an_action_is_not_taken_on_another_run_than_the_one_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_action_is_not_taken_on_another_run_than_the_one_that_is_named(tmp_path, capsys):
     (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
     record = JobRecord("12", "convert", "c", "completed")
     write_record(tmp_path / "run" / "convert" / "job.json", record)
@@ -260,9 +238,7 @@ def test_an_action_is_not_taken_on_another_run_than_the_one_that_is_named(
     assert main(["action=status", base, "stages=[convert]"]) == 0
 
 
-def test_status_shows_the_log_and_the_progress_of_a_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_the_log_and_the_progress_of_a_job(tmp_path, capsys):
     folder = tmp_path / "convert"
     write_record(
         folder / "job.json",
@@ -282,9 +258,7 @@ def test_status_shows_the_log_and_the_progress_of_a_job(
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("is_pipe", [True, False])
-def test_status_names_a_damaged_file_next_to_a_job_that_runs(
-    is_pipe: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_names_a_damaged_file_next_to_a_job_that_runs(is_pipe: bool, tmp_path, capsys):
     folder, name = tmp_path / "deploy", "progress.json"
     write_record(folder / "job.json", JobRecord("12", "deploy", "d", "running", host="elsewhere"))
     if is_pipe:
@@ -298,9 +272,7 @@ def test_status_names_a_damaged_file_next_to_a_job_that_runs(
     assert "deploy: no log" in shown
 
 
-def test_status_names_a_file_that_cannot_be_read_and_shows_the_other_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_names_a_file_that_cannot_be_read_and_shows_the_other_jobs(tmp_path, capsys):
     for stage in ("convert", "deploy"):
         record = JobRecord("12", stage, stage, "running", host="elsewhere")
         write_record(tmp_path / stage / "job.json", record)
@@ -316,9 +288,7 @@ def test_status_names_a_file_that_cannot_be_read_and_shows_the_other_jobs(
         assert f"{path} cannot be read (Too many levels of symbolic links); make it" in shown
 
 
-def test_process_that_only_has_the_number_of_the_job_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_process_that_only_has_the_number_of_the_job_is_left_alone(tmp_path, capsys):
     other = subprocess.Popen(["sleep", "60"])
     try:
         record = JobRecord(
@@ -336,9 +306,7 @@ def test_process_that_only_has_the_number_of_the_job_is_left_alone(
         other.wait()
 
 
-def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(tmp_path, capsys):
     record = JobRecord("7", "convert", "c", "running", "local", host="elsewhere", process=1)
     write_record(tmp_path / "convert" / "job.json", record)
     words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}", "dry_run=true"]
@@ -349,9 +317,7 @@ def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(
     assert read_record(tmp_path / "convert" / "job.json") == record  # a dry run moves no record
 
 
-def test_cancel_without_slurm_says_why_it_cannot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_without_slurm_says_why_it_cannot(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     write_record(
         tmp_path / "convert" / "job.json",
@@ -366,11 +332,11 @@ def test_cancel_without_slurm_says_why_it_cannot(
     ("seconds", "text"),
     [(0.4, "0:00:00"), (59.6, "0:01:00"), (7325, "2:02:05"), (90061, "1-1:01:01")],
 )
-def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str) -> None:
+def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str):
     assert clock(seconds) == text
 
 
-def test_a_closed_output_is_not_an_error(tmp_path: Path) -> None:
+def test_a_closed_output_is_not_an_error(tmp_path):
     line = f"{shlex.quote(sys.executable)} main.py --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -382,8 +348,8 @@ def test_a_closed_output_is_not_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "{}", "[]", "a folder", "a loop"])
 @pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
 def test_damaged_files_of_a_run_are_named_with_the_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
-) -> None:
+    tmp_path, capsys, name: str, content: str
+):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if content == "a folder":
@@ -403,9 +369,7 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
         assert ("deploy  12" in shown) == (where == "run_dir")  # other jobs are looked after
 
 
-def test_a_damaged_marker_is_a_problem_of_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_marker_is_a_problem_of_its_run(tmp_path, capsys):
     """It ends no watch and no upgrade, of which it may be one run among many."""
     marker = tmp_path / "model_repo" / "fastertransformer" / "1" / "2-gpu.convert.json"
     marker.parent.mkdir(parents=True)
@@ -415,16 +379,14 @@ def test_a_damaged_marker_is_a_problem_of_its_run(
     assert f"{marker} is damaged (" in capsys.readouterr().err
 
 
-def test_a_file_of_state_beyond_all_memory_is_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_state_beyond_all_memory_is_not_read(tmp_path, capsys):
     (tmp_path / "last_run.json").touch()
     os.truncate(tmp_path / "last_run.json", 1 << 40)
     assert main(["action=status", f"base_results_dir={tmp_path}"]) == 1
     assert f"{tmp_path}/last_run.json is damaged (it has " in capsys.readouterr().err
 
 
-def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path):
     (tmp_path / "hydra.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     done = subprocess.run(
         [sys.executable, "main.py", "action=status"],
@@ -438,9 +400,7 @@ def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Pa
     assert done.stderr == b""
 
 
-def test_a_place_that_takes_no_file_is_named_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_takes_no_file_is_named_once(tmp_path, capsys):
     results, other = tmp_path / "results", tmp_path / "other"
     results.touch()
     other.touch()
@@ -455,8 +415,8 @@ def test_a_place_that_takes_no_file_is_named_once(
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
 def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dry_run: str
-) -> None:
+    tmp_path, capsys, dry_run: str
+):
     folder = tmp_path / "deploy"
     # A job is known by its folder, which its process was started with.
     wait = [sys.executable, "-c", "input()", str(folder / "submitit" / "7")]
@@ -473,15 +433,11 @@ def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
 
 
 @pytest.mark.parametrize("words", [["run_dir="], ["foo"], ["deploy.http_port=x"]])
-def test_a_wrong_word_of_an_action_is_the_only_problem(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_word_of_an_action_is_the_only_problem(words: list[str], capsys):
     assert "one problem found" in refused(capsys, "action=status", *words)
 
 
-def test_the_default_in_place_of_a_refused_value_is_no_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_in_place_of_a_refused_value_is_no_problem(tmp_path, capsys):
     base = f"base_results_dir={tmp_path}"
     port = "deploy.http_port=70000"
     for words in (
@@ -492,14 +448,12 @@ def test_the_default_in_place_of_a_refused_value_is_no_problem(
         assert "one problem found" in refused(capsys, base, *words)
 
 
-def test_status_without_any_run_names_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_without_any_run_names_the_remedy(tmp_path, capsys):
     assert run_action(action("status", tmp_path), Console()) == 2
     assert "run_dir=<folder>" in capsys.readouterr().out
 
 
-def test_logs_are_printed_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_printed_to_the_end(tmp_path, capsys):
     class NamedStage(WriteStage):
         name = "convert"
 
@@ -509,7 +463,7 @@ def test_logs_are_printed_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "working" in capsys.readouterr().out
 
 
-def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
+def test_cancel_ends_a_running_job_of_another_command(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
@@ -534,9 +488,7 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
     assert record.state == "cancelled"
 
 
-def test_full_disk_is_named_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_named_in_one_line(tmp_path, capsys, monkeypatch):
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -550,8 +502,8 @@ def test_full_disk_is_named_in_one_line(
 
 
 def test_help_fits_on_a_screen_and_help_all_has_every_key(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     short, long = (
         (main(words), capsys.readouterr().out.splitlines())[1]
         for words in (["--help"], ["--help", "all"])
@@ -566,15 +518,15 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key(
 
 
 def test_first_call_without_arguments_says_what_to_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert main([]) == 2
     shown, errors = capsys.readouterr()
     assert "python main.py export=gpt3/sample\x20" in shown
     assert "checkpoint_path" not in errors  # no user wrote the path that is missing
 
 
-def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path: Path) -> None:
+def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path):
     before = os.umask(0)
     for umask, forbidden in ((0, 0o022), (0o077, 0o077)):
         results = tmp_path / str(umask)
@@ -588,12 +540,12 @@ def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path: 
         assert [path for path in made if path.stat().st_mode & forbidden] == []
 
 
-def test_the_version_is_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_the_projects_own(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"slipway-serving {__version__}\n"
 
 
-def test_help_of_a_key_is_its_meaning_and_of_another_a_refusal(capsys) -> None:
+def test_help_of_a_key_is_its_meaning_and_of_another_a_refusal(capsys):
     assert main(["--help", "deploy.http_port"]) == 0
     shown = capsys.readouterr().out
     assert "http_port" in shown

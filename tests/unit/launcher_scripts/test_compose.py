@@ -33,7 +33,7 @@ def problem(*words: str) -> str:
     return composition.problems[0]
 
 
-def test_defaults_are_those_of_the_guide() -> None:
+def test_defaults_are_those_of_the_guide():
     config = compose().config
     assert config is not None
     assert config.export.run.name == "export_gpt3_5b"
@@ -46,7 +46,7 @@ def test_defaults_are_those_of_the_guide() -> None:
     )
 
 
-def test_command_line_of_the_guide_is_understood() -> None:
+def test_command_line_of_the_guide_is_understood():
     config = compose(
         "stages=[export]",
         "cluster_type=bcp",
@@ -66,12 +66,12 @@ def test_command_line_of_the_guide_is_understood() -> None:
     "choice",
     [choice for choice in files_of_group("export") if not choice.startswith(("t5", "mt5"))],
 )
-def test_every_export_file_composes(choice: str) -> None:
+def test_every_export_file_composes(choice: str):
     assert compose(f"export={choice}").problems == ()
 
 
 @pytest.mark.parametrize("choice", ["t5/export_t5", "mt5/export_mt5"])
-def test_placeholders_must_be_given(choice: str) -> None:
+def test_placeholders_must_be_given(choice: str):
     problems = compose(f"export={choice}").problems
     assert [text.partition(" is not set")[0] for text in problems] == [
         "export.run.model_train_name",
@@ -83,7 +83,7 @@ def test_placeholders_must_be_given(choice: str) -> None:
     assert given.problems == ()
 
 
-def test_misspelt_key_is_answered_with_the_likely_one() -> None:
+def test_misspelt_key_is_answered_with_the_likely_one():
     assert problem("export.model.tensor_model_paralel_size=2") == (
         "export.model.tensor_model_paralel_size=2: unknown key "
         "export.model.tensor_model_paralel_size "
@@ -91,47 +91,47 @@ def test_misspelt_key_is_answered_with_the_likely_one() -> None:
     )
 
 
-def test_removed_key_is_answered_with_what_replaced_it() -> None:
+def test_removed_key_is_answered_with_what_replaced_it():
     assert "evaluate.baseline=compare" in problem("evaluate.lambada.reference_path=/r.json")
     assert "did you mean" not in problem("evaluate.lambada.url=x")
 
 
-def test_key_in_the_wrong_section_is_found() -> None:
+def test_key_in_the_wrong_section_is_found():
     text = problem("export.pipeline_model_parallel_size=2")
     assert "did you mean export.triton_deployment.pipeline_model_parallel_size?" in text
 
 
-def test_wrong_type_names_the_expected_one() -> None:
+def test_wrong_type_names_the_expected_one():
     assert problem("export.model.processes=many") == (
         "export.model.processes=many: expected a whole number from 1 to 4096 (processes that "
         "convert in parallel)."
     )
 
 
-def test_wrong_choice_lists_the_choices() -> None:
+def test_wrong_choice_lists_the_choices():
     assert problem("export.model.weight_data_type=fp61") == (
         "export.model.weight_data_type=fp61 (did you mean fp16?): expected one of fp32, fp16, bf16 "
         "(stored type of the weights)."
     )
 
 
-def test_too_small_number_names_the_limit() -> None:
+def test_too_small_number_names_the_limit():
     assert "from 1 to 4096" in problem("export.model.processes=0")
 
 
-def test_empty_path_is_not_the_current_folder() -> None:
+def test_empty_path_is_not_the_current_folder():
     assert problem("base_results_dir=").startswith("base_results_dir=: is empty")
 
 
 @pytest.mark.parametrize("choice", ["gpt3/samplo", "sample"])
-def test_unknown_file_lists_the_files(choice: str) -> None:
+def test_unknown_file_lists_the_files(choice: str):
     text = problem(f"export={choice}")
     assert "did you mean gpt3/sample?" in text
     assert "gpt3/export_gpt3" in text
 
 
 @pytest.mark.parametrize("word", ["export=gpt3/samplo", "exprt=gpt3/sample"])
-def test_without_the_file_that_was_meant_there_is_no_configuration(word: str) -> None:
+def test_without_the_file_that_was_meant_there_is_no_configuration(word: str):
     composition = compose(word, "export.model.processes=many")
     assert composition.config is None
     assert [text.partition(":")[0] for text in composition.problems] == [
@@ -148,22 +148,22 @@ def test_without_the_file_that_was_meant_there_is_no_configuration(word: str) ->
         ("container_mounts", "/a:/b", "/a:/b"),
     ],
 )
-def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries: str) -> None:
+def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries: str):
     assert f"; write '{key}=[{entries}]'" in problem(f"{key}={value}")
     assert not compose(f"{key}=[{entries}]").problems
 
 
-def test_fraction_for_a_whole_number_is_refused() -> None:
+def test_fraction_for_a_whole_number_is_refused():
     """Folders are named by references to the text, which is another than that of 2."""
     assert "=2.0: expected a whole number" in problem("export.model.tensor_model_parallel_size=2.0")
 
 
-def test_settings_of_hydra_are_refused_with_the_remedy() -> None:
+def test_settings_of_hydra_are_refused_with_the_remedy():
     for word in ("hydra.run.dir=/x", "hydra/launcher=basic"):
         assert "--config-dir adds a folder of files" in problem(word)
 
 
-def test_alternatives_are_refused_with_the_remedy() -> None:
+def test_alternatives_are_refused_with_the_remedy():
     text = problem("export.model.tensor_model_parallel_size=1,2")
     assert text.endswith("=1,2 lists alternatives, which needs --multirun.")
     assert "; a list is written 'stages=[convert,export]'" in problem("stages=convert,export")
@@ -173,13 +173,13 @@ def test_alternatives_are_refused_with_the_remedy() -> None:
     assert "needs --multirun" in problem("export=gpt3/sample,gpt3/export_gpt3")
 
 
-def test_the_text_of_a_choice_is_that_choice() -> None:
+def test_the_text_of_a_choice_is_that_choice():
     config = compose("export.triton_deployment.int8_mode='1'").config
     assert config is not None
     assert config.export.triton_deployment.int8_mode == 1
 
 
-def test_section_as_value_lists_its_keys() -> None:
+def test_section_as_value_lists_its_keys():
     assert "export.model.processes" in problem("export.model=3")
 
 
@@ -192,11 +192,11 @@ def test_section_as_value_lists_its_keys() -> None:
         ("=", "'=' has no key; write key=value, without spaces around the =."),
     ],
 )
-def test_word_without_a_value_is_answered_with_the_remedy(word: str, reported: str) -> None:
+def test_word_without_a_value_is_answered_with_the_remedy(word: str, reported: str):
     assert problem(word) == reported
 
 
-def test_unknown_key_with_a_plus_is_refused_too() -> None:
+def test_unknown_key_with_a_plus_is_refused_too():
     assert "unknown key foo" in problem("+foo=1")
 
 
@@ -227,16 +227,16 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("evaluate.boolq.prompt.task_id=-1", "expected a whole number from 0 to 2147483647"),
     ],
 )
-def test_strange_overrides_are_answered_with_the_remedy(word: str, reported: str) -> None:
+def test_strange_overrides_are_answered_with_the_remedy(word: str, reported: str):
     assert reported in problem(word)
 
 
-def test_reference_that_leads_nowhere_is_named_with_its_key() -> None:
+def test_reference_that_leads_nowhere_is_named_with_its_key():
     text = problem("export.run.results_dir=${nope}")
     assert text.startswith("export.run.results_dir=${nope}: Interpolation key 'nope' not found; ")
 
 
-def test_signs_that_change_nothing_are_understood() -> None:
+def test_signs_that_change_nothing_are_understood():
     config = compose(
         "++export.run.time_limit=9", "+env_vars.A=1", "~env_vars.HF_HUB_OFFLINE"
     ).config
@@ -249,12 +249,12 @@ def test_signs_that_change_nothing_are_understood() -> None:
 @pytest.mark.parametrize(
     "word", ["++env_vars.A=1", "++evaluate.gate.x.min=1", "++convert.given.y=2"]
 )
-def test_free_names_are_no_problem_next_to_one(word: str) -> None:
+def test_free_names_are_no_problem_next_to_one(word: str):
     composition = compose(word, "export.model.processes=many")
     assert [text.partition("=")[0] for text in composition.problems] == ["export.model.processes"]
 
 
-def test_all_problems_come_together_and_the_rest_is_composed() -> None:
+def test_all_problems_come_together_and_the_rest_is_composed():
     composition = compose(
         "export=gpt3/sample",
         "export.model.processes=many",
@@ -266,13 +266,13 @@ def test_all_problems_come_together_and_the_rest_is_composed() -> None:
     assert composition.config.export.model.tensor_model_parallel_size == 4
 
 
-def test_files_may_be_chosen_after_keys_are_set() -> None:
+def test_files_may_be_chosen_after_keys_are_set():
     config = compose("export.model.processes=1", "export=gpt3/sample").config
     assert config is not None
     assert config.export.model.processes == 1
 
 
-def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose("base_results_dir=./out", "export.model.checkpoint_path=a.nemo").config
     assert config is not None
@@ -281,7 +281,7 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert config.export.model.checkpoint_path == str(tmp_path / "a.nemo")
 
 
-def test_home_and_variables_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_variables_in_paths_are_replaced(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.setenv("SCRATCH", "/scratch")
     config = compose("data_dir=~/data", "base_results_dir=$SCRATCH/r").config
@@ -293,21 +293,19 @@ def test_home_and_variables_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatc
     ("path", "reported"),
     [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "the user does not exist")],
 )
-def test_paths_that_lead_nowhere_are_refused(path: str, reported: str) -> None:
+def test_paths_that_lead_nowhere_are_refused(path: str, reported: str):
     text = problem(f"base_results_dir={path}")
     assert text.startswith(f"base_results_dir={path}: {reported}; give the path")
 
 
-def test_a_folder_has_one_name_however_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_has_one_name_however_it_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose("base_results_dir=runs/../runs").config
     assert config is not None
     assert config.base_results_dir == str(tmp_path / "runs")
 
 
-def test_bounds_are_given_by_name() -> None:
+def test_bounds_are_given_by_name():
     config = compose("evaluate.gate.lambada_last_word.min=0.5").config
     assert config is not None
     assert config.evaluate.gate["lambada_last_word"] == {"min": 0.5}
@@ -321,7 +319,7 @@ def test_bounds_are_given_by_name() -> None:
         "evaluate.gate.lambada_last_word={min: 0.5, max: 0.9}",
     ],
 )
-def test_bounds_are_given_as_a_mapping(word: str) -> None:
+def test_bounds_are_given_as_a_mapping(word: str):
     found = compose(*read_arguments([word]).overrides, "++evaluate.gate.other.max=1")
     assert found.problems == ()
     assert found.config is not None
@@ -331,7 +329,7 @@ def test_bounds_are_given_as_a_mapping(word: str) -> None:
     }
 
 
-def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
+def test_saved_configuration_composes_to_itself(tmp_path):
     first = compose("export=gpt3/sample", "base_results_dir=/r")
     assert first.config is not None
     (tmp_path / "saved.yaml").write_text(repeatable(first.config))
@@ -342,7 +340,7 @@ def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
     assert dataclasses.replace(again.config, deploy=first.config.deploy) == first.config
 
 
-def test_launcher_resolvers_are_registered() -> None:
+def test_launcher_resolvers_are_registered():
     compose()
     made = OmegaConf.create(
         {"a": "${multiply:3,4}", "b": "${divide_ceil:9,8}", "c": "${divide_floor:9,8}"}
@@ -350,7 +348,7 @@ def test_launcher_resolvers_are_registered() -> None:
     assert dict(made) == {"a": 12, "b": 2, "c": 1}
 
 
-def test_the_evaluator_takes_the_schema_of_the_section() -> None:
+def test_the_evaluator_takes_the_schema_of_the_section():
     config = compose("evaluate.boolq.prompt.append_ids=[3]", "evaluate.limit=7").config
     assert config is not None
     options = EvaluationOptions(**vars(config.evaluate), data_dir=Path("data"))
@@ -363,27 +361,25 @@ def test_the_evaluator_takes_the_schema_of_the_section() -> None:
     ("request_type", "names"),
     [(ConversionRequest, convert.KEYS), (RepositoryRequest, export.KEYS)],
 )
-def test_every_field_of_a_request_can_be_configured(
-    request_type: type, names: Mapping[str, str]
-) -> None:
+def test_every_field_of_a_request_can_be_configured(request_type: type, names: Mapping[str, str]):
     known = set(KEYS)
     fields = {each.name for each in dataclasses.fields(request_type) if each.compare}
     assert fields == set(names)
     assert set(names.values()) <= known
 
 
-def test_every_key_has_a_text() -> None:
+def test_every_key_has_a_text():
     assert all(key.text for key in KEYS.values())
 
 
-def test_every_configuration_file_describes_itself() -> None:
+def test_every_configuration_file_describes_itself():
     for path in CONFIG_DIR.rglob("*.yaml"):
         assert path.read_text().startswith("# "), path
 
 
 def test_wrong_keys_and_values_of_a_file_are_named_with_those_of_the_command(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "saved.yaml").write_text(
         "export: {modl: {}, model: {processes: many, weight_data_type: fp61}}\ndeploy: 3\n"
     )
@@ -398,7 +394,7 @@ def test_wrong_keys_and_values_of_a_file_are_named_with_those_of_the_command(
         assert len([each for each in found.problems if each.startswith(text)]) == 1, text
 
 
-def test_the_server_takes_the_section_with_one_range_for_each_option() -> None:
+def test_the_server_takes_the_section_with_one_range_for_each_option():
     config = compose("deploy.max_request_mb=1024", "deploy.openai.tokenizer=/t").config
     assert config is not None
     assert config.deploy.openai.tokenizer == Path("/t")

@@ -98,7 +98,7 @@ def configure(words: str) -> Config:
         ),
     ],
 )
-def test_values_without_effect_are_refused_with_what_they_need(idle: str, cure: str) -> None:
+def test_values_without_effect_are_refused_with_what_they_need(idle: str, cure: str):
     problems = [*problems_of_effects(configure(idle))]
     assert problems
     assert any(f" {problem.partition('=')[0]}=" in f" {idle}" for problem in problems)
@@ -106,13 +106,13 @@ def test_values_without_effect_are_refused_with_what_they_need(idle: str, cure: 
     assert cured.isdisjoint(problems)
 
 
-def test_what_a_file_gives_for_all_clusters_is_no_problem() -> None:
+def test_what_a_file_gives_for_all_clusters_is_no_problem():
     for words in ("", "cluster=bcm cluster_type=bcm", "cluster=bcp cluster_type=bcp"):
         config = configure(words)
         assert [*problems_of_effects(config), *notes_of_effects(config)] == []
 
 
-def test_what_another_cluster_uses_is_noted() -> None:
+def test_what_another_cluster_uses_is_noted():
     words = "cluster.partition=x cluster.comment=y cluster.kubernetes.claim=z watch.parallel=2"
     assert [*notes_of_effects(configure(words))] == [
         "without effect: watch.parallel (it needs action=watch)",
@@ -121,7 +121,7 @@ def test_what_another_cluster_uses_is_noted() -> None:
     ]
 
 
-def test_needs_are_said_without_patterns() -> None:
+def test_needs_are_said_without_patterns():
     for words, need in (
         ("run_dir=/x", " needs action=status, logs or cancel; set that"),
         ("evaluate.harness.batch_size=3", " needs harness:... in evaluate.tasks; set that"),
@@ -133,7 +133,7 @@ def test_needs_are_said_without_patterns() -> None:
         assert any(need in problem for problem in problems_of_effects(configure(words))), words
 
 
-def test_every_name_in_the_table_is_a_key() -> None:
+def test_every_name_in_the_table_is_a_key():
     rows = [*_TABLE["refused"], *_TABLE["noted"]]
     needs = [need for _, *others in rows for need in others if need is not None]
     terms = [term for keys, *_ in rows for term in keys]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from launcher_scripts.main import main
 from tests.conftest import ROOT
 
 
-def test_files_of_the_user_s_own_folder_are_chosen_like_ours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_the_user_s_own_folder_are_chosen_like_ours(tmp_path, capsys):
     own = tmp_path / "conf/export/mine/tiny.yaml"
     own.parent.mkdir(parents=True)
     text = (ROOT / "conf/export/gpt3/sample.yaml").read_text()

@@ -56,7 +56,7 @@ Render = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path) -> Path:
     """Return a repository that is there, so that nothing has to be converted for it."""
     folder = tmp_path / "model_repo"
     (folder / "fastertransformer").mkdir(parents=True)
@@ -65,7 +65,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def render(tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]) -> Render:
+def render(tmp_path, repository: Path, capsys) -> Render:
     def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
         given = (f"base_results_dir={tmp_path}", f"deploy.repository={repository}")
         assert main([*COMMON, "stages=[deploy]", *given, *words]) == status
@@ -91,7 +91,7 @@ def pod_of(template: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_one_node_is_a_deployment_and_a_service(render: Render) -> None:
+def test_one_node_is_a_deployment_and_a_service(render: Render):
     deployment, service = render(*CLAIM, "deploy.cpus_per_task=4", "deploy.mem_gb=32")
     for each in (deployment, service):
         valid(each)
@@ -111,7 +111,7 @@ def test_one_node_is_a_deployment_and_a_service(render: Render) -> None:
     assert {each["port"] for each in service["spec"]["ports"]} == {8000, 8001, 8002}
 
 
-def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Render) -> None:
+def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Render):
     deployment, service = render(*CLAIM, "deploy.openai.enabled=true", "deploy.openai.port=0")
     for each in (deployment, service):
         valid(each)
@@ -121,13 +121,13 @@ def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Rende
     assert {"name": "openai", "port": 8003, "targetPort": "openai"} in service["spec"]["ports"]
 
 
-def test_a_pod_asks_for_the_gpus_of_all_instances(render: Render) -> None:
+def test_a_pod_asks_for_the_gpus_of_all_instances(render: Render):
     deployment, _ = render(*CLAIM, f"{INSTANCES}=3", "cluster.gpus_per_node=8")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 6
 
 
-def test_vllm_serves_a_folder_of_the_claim(render: Render) -> None:
+def test_vllm_serves_a_folder_of_the_claim(render: Render):
     deployment, service, monitor = render(
         *CLAIM, "deploy.repository=null", "deploy.engine=vllm", "deploy.vllm.max_num_seqs=8",
         "cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=tls",
@@ -153,13 +153,13 @@ def test_vllm_serves_a_folder_of_the_claim(render: Render) -> None:
 
 @pytest.mark.parametrize("words", [["deploy.engine=openai"], ["deploy.engine=vllm", *TWO_NODES]])
 def test_other_servers_than_vllm_on_one_node_have_no_manifests(
-    render: Render, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+    render: Render, capsys, words: list[str]
+):
     render(*CLAIM, "deploy.repository=null", *words, status=2)
     assert "that engine's publisher" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
+def test_several_nodes_are_a_group_of_pods(render: Render):
     import jsonschema
 
     group, service = render(*CLAIM, *TWO_NODES)
@@ -180,7 +180,7 @@ def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
 
 
 @pytest.mark.parametrize("engine", ["pytorch", "fastertransformer"])
-def test_secrets_are_named_and_never_written(render: Render, engine: str) -> None:
+def test_secrets_are_named_and_never_written(render: Render, engine: str):
     secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
     deployment, service = render(
         *CLAIM, *secrets, f"deploy.engine={engine}", "deploy.max_request_mb=7"
@@ -198,7 +198,7 @@ def test_secrets_are_named_and_never_written(render: Render, engine: str) -> Non
     assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
-def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render) -> None:
+def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render):
     secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
     wanted = "cluster.kubernetes.pod_monitor=true"
     group, _, monitor = render(*CLAIM, *TWO_NODES, *secrets, wanted)
@@ -214,7 +214,7 @@ def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render) -> Non
     assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "cert", "key": "ca.crt"}}
 
 
-def test_conversations_stay_with_one_of_several_servers(render: Render) -> None:
+def test_conversations_stay_with_one_of_several_servers(render: Render):
     deployment, service = render(
         *CLAIM, "cluster.kubernetes.replicas=3", "export.triton_deployment.interactive=true"
     )
@@ -222,16 +222,14 @@ def test_conversations_stay_with_one_of_several_servers(render: Render) -> None:
     assert service["spec"]["sessionAffinity"] == "ClientIP"
 
 
-def test_pods_without_gpus_ask_for_none(render: Render) -> None:
+def test_pods_without_gpus_ask_for_none(render: Render):
     deployment, _ = render(*CLAIM, "cluster.gpus_per_node=null")
     valid(deployment)
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"] == {"requests": {}, "limits": {}}
 
 
-def test_what_pods_cannot_do_is_refused_at_once(
-    render: Render, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_pods_cannot_do_is_refused_at_once(render: Render, tmp_path, capsys):
     tokens = tmp_path / "tokens"
     tokens.write_text("0123456789abcdef" * 2)
     tokens.chmod(0o600)
@@ -249,17 +247,13 @@ def test_what_pods_cannot_do_is_refused_at_once(
     assert not list(tmp_path.rglob("*_manifests.yaml"))
 
 
-def test_a_server_that_cannot_be_placed_is_refused(
-    render: Render, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_placed_is_refused(render: Render, capsys):
     render(*CLAIM, "deploy.uptime=3-00:00:00", status=2)
     assert "deploy.uptime=3-00:00:00 needs cluster_type=bcm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["/models", "gpt/../.."])
-def test_a_folder_outside_the_claim_is_refused(
-    render: Render, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_outside_the_claim_is_refused(render: Render, folder: str, capsys):
     render("cluster.kubernetes.claim=models", f"cluster.kubernetes.claim_path={folder}", status=2)
     assert f"cluster.kubernetes.claim_path={folder}: leads out" in capsys.readouterr().err
 
@@ -272,5 +266,5 @@ def test_a_folder_outside_the_claim_is_refused(
         ("a" * 80, "a" * 52),
     ],
 )
-def test_names_are_those_that_kubernetes_takes(text: str, name: str) -> None:
+def test_names_are_those_that_kubernetes_takes(text: str, name: str):
     assert object_name(text) == name

@@ -36,7 +36,7 @@ def names(made: Plan) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory) -> Path:
     """A results folder in which convert and export have been done."""
     results = tmp_path_factory.mktemp("finished")
     for each in plan(results, "stages=[convert,export]").to_run:
@@ -44,13 +44,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return results
 
 
-def test_stages_come_in_pipeline_order_under_either_name() -> None:
+def test_stages_come_in_pipeline_order_under_either_name():
     config = compose_config(["stages=[evaluation,conversion,export]"]).config
     assert config is not None
     assert read_stages(config.stages) == (["convert", "export", "evaluate"], [])
 
 
-def test_launcher_knows_every_stage() -> None:
+def test_launcher_knows_every_stage():
     assert list(STAGE_TABLE) == list(STAGES)
 
 
@@ -67,11 +67,11 @@ def test_launcher_knows_every_stage() -> None:
         ("stages=[export] export.accuracy.enabled=true", "convert export evaluate"),
     ],
 )
-def test_missing_prerequisites_run_first(tmp_path: Path, words: str, planned: str) -> None:
+def test_missing_prerequisites_run_first(tmp_path, words: str, planned: str):
     assert names(plan(tmp_path, *words.split())) == planned.split()
 
 
-def test_a_stage_that_was_not_asked_for_is_explained(tmp_path: Path) -> None:
+def test_a_stage_that_was_not_asked_for_is_explained(tmp_path):
     made = plan(tmp_path, "stages=[export]")
     assert made.problems == ()
     (note,) = made.notes
@@ -88,14 +88,14 @@ def test_a_stage_that_was_not_asked_for_is_explained(tmp_path: Path) -> None:
         ("stages=[export] export.triton_deployment.max_batch_size=8 overwrite=true", "export"),
     ],
 )
-def test_finished_work_is_not_done_again(finished: Path, words: str, planned: str) -> None:
+def test_finished_work_is_not_done_again(finished: Path, words: str, planned: str):
     made = plan(finished, *words.split())
     assert names(made) == planned.split()
     assert not any("differs from" in text for text in made.problems)
     assert all(each.reason.startswith("finished at ") for each in made.stages if not each.runs)
 
 
-def test_another_configuration_stops_the_run_and_names_key_and_place(finished: Path) -> None:
+def test_another_configuration_stops_the_run_and_names_key_and_place(finished: Path):
     folder = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32"
     made = plan(
         finished,
@@ -109,7 +109,7 @@ def test_another_configuration_stops_the_run_and_names_key_and_place(finished: P
     assert "overwrite=true" in text
 
 
-def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
+def test_damaged_shards_are_not_taken_for_finished(tmp_path):
     stage = plan(tmp_path, "stages=[convert]").to_run[0].stage
     assert isinstance(stage, ConvertStage)
     stage()
@@ -120,7 +120,7 @@ def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
     assert "overwrite=true" in problem
 
 
-def test_each_setting_that_differs_from_converted_shards_is_reported_once(finished: Path) -> None:
+def test_each_setting_that_differs_from_converted_shards_is_reported_once(finished: Path):
     shards = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32/model_repo/fastertransformer"
     (problem,) = plan(
         finished,
@@ -131,7 +131,7 @@ def test_each_setting_that_differs_from_converted_shards_is_reported_once(finish
     assert "export.model.weight_data_type=fp32 differs from fp16" in problem
 
 
-def test_changed_checkpoint_is_noticed(tmp_path: Path) -> None:
+def test_changed_checkpoint_is_noticed(tmp_path):
     source = tmp_path / "model.nemo"
     source.write_bytes(SAMPLE.read_bytes())
     words = ("stages=[convert]", f"export.model.checkpoint_path={source}")
@@ -142,7 +142,7 @@ def test_changed_checkpoint_is_noticed(tmp_path: Path) -> None:
     assert any(f"{source} has changed since" in text for text in made.problems)
 
 
-def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
+def test_problems_of_all_stages_come_together(tmp_path):
     made = plan(
         tmp_path,
         "export.model.tensor_model_parallel_size=3",
@@ -157,9 +157,7 @@ def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
     assert "the ports must differ" in text
 
 
-def test_an_unreadable_time_limit_hides_no_other_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path, capsys):
     words = [
         "export=gpt3/sample",
         f"base_results_dir={tmp_path}",
@@ -196,14 +194,14 @@ def test_an_unreadable_time_limit_hides_no_other_problem(
         ("deploy.engine=vllm stages=[export]", "leave deploy.engine out."),
     ],
 )
-def test_what_cannot_run_is_named(tmp_path: Path, words: str, named: str) -> None:
+def test_what_cannot_run_is_named(tmp_path, words: str, named: str):
     assert any(named in text for text in plan(tmp_path, *words.split()).problems)
 
 
 LORA = ("convert.format=peft", "convert.lora_checkpoints=[/a]", "deploy.engine=vllm")
 
 
-def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
+def test_an_adapter_is_served_with_its_model(tmp_path):
     base = f"deploy.repository={tmp_path}"
     made = plan(tmp_path, *LORA, base, "stages=[deploy]")
     assert [each.name for each in made.stages] == ["convert", "deploy"]
@@ -227,14 +225,12 @@ def test_an_adapter_is_served_with_its_model(tmp_path: Path) -> None:
         (("export.model.tensor_model_parallel_size=2", "deploy.repository=/x"), "/x"),
     ],
 )
-def test_what_serves_no_adapter_is_refused(
-    tmp_path: Path, words: tuple[str, ...], named: str
-) -> None:
+def test_what_serves_no_adapter_is_refused(tmp_path, words: tuple[str, ...], named: str):
     made = plan(tmp_path, *LORA, *words, "stages=[convert,deploy,evaluate]")
     assert [problem for problem in made.problems if named in problem]
 
 
-def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
+def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path):
     made = plan(
         tmp_path,
         "++evaluate.gate={lambada_last_word: {max: x, min: nan, piared: 1}, lambada_perplexity: 7, "
@@ -258,19 +254,17 @@ def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
     ("there", "asked"),
     [("results/checkpoints", "checkpoints"), ("checkpoints", "results/checkpoints")],
 )
-def test_both_habitual_checkpoint_folders_are_looked_into(
-    tmp_path: Path, there: str, asked: str
-) -> None:
+def test_both_habitual_checkpoint_folders_are_looked_into(tmp_path, there: str, asked: str):
     (tmp_path / there).mkdir(parents=True)
     assert find_checkpoint(tmp_path / asked) == tmp_path / there
 
 
-def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path):
     assert find_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints"
 
 
 @pytest.mark.parametrize("neighbour", ["last.ckpt", "mp_rank_00/", "model_config.yaml", "b.nemo"])
-def test_folder_stands_for_the_only_archive_in_it(tmp_path: Path, neighbour: str) -> None:
+def test_folder_stands_for_the_only_archive_in_it(tmp_path, neighbour: str):
     folder = tmp_path / "results" / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "a.nemo").touch()
@@ -285,7 +279,7 @@ def test_folder_stands_for_the_only_archive_in_it(tmp_path: Path, neighbour: str
 
 
 @pytest.fixture(scope="module")
-def textless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def textless(tmp_path_factory) -> Path:
     """A checkpoint without its tokenizer, which lies in `files` next to it."""
     folder = write_tiny_gpt2(tmp_path_factory.mktemp("textless") / "model")
     files = folder.parent / "files"
@@ -300,8 +294,8 @@ def words_for(checkpoint: Path) -> tuple[str, ...]:
 
 
 def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
-    tmp_path: Path, textless: Path
-) -> None:
+    tmp_path, textless: Path
+):
     (problem,) = plan(tmp_path, *words_for(textless)).problems
     assert f"{textless} has no tokenizer" in problem
     assert "convert.vocab_path and convert.merges_path" in problem
@@ -317,14 +311,14 @@ def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
     ],
 )
 def test_checkpoint_without_a_tokenizer_is_taken_where_none_is_needed_or_one_is_given(
-    tmp_path: Path, textless: Path, words: tuple[str, ...]
-) -> None:
+    tmp_path, textless: Path, words: tuple[str, ...]
+):
     given = [word.format(files=textless.parent / "files") for word in words]
     kept = [word for word in words_for(textless) if not word.startswith(given[0].split("=")[0])]
     assert plan(tmp_path, *kept, *given).problems == ()
 
 
-def test_tokenizer_may_be_put_among_converted_shards(tmp_path: Path, textless: Path) -> None:
+def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless: Path):
     words = words_for(textless)
     stage = plan(tmp_path, words[0], "stages=[convert]").to_run[0].stage
     assert isinstance(stage, ConvertStage)
@@ -337,9 +331,7 @@ def test_tokenizer_may_be_put_among_converted_shards(tmp_path: Path, textless: P
     assert (made.problems, names(made)) == ((), ["export"])
 
 
-def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(
-    tmp_path: Path, textless: Path
-) -> None:
+def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(tmp_path, textless: Path):
     root = tmp_path / "models--org--name"
     (root / "snapshots").mkdir(parents=True)
     (root / "snapshots" / "abc").symlink_to(textless)
@@ -371,9 +363,7 @@ FOLDER = "convert.format=huggingface"
         (["evaluate.server=node1:8001"], ("", "", "", "")),
     ],
 )
-def test_a_report_states_what_is_known_of_the_server(
-    words: list[str], known: tuple[str, ...]
-) -> None:
+def test_a_report_states_what_is_known_of_the_server(words: list[str], known: tuple[str, ...]):
     config = compose_config(["export=gpt3/sample", *words]).config
     assert config is not None
     facts = known_facts(config, server_config(config), Context())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
-
-import pytest
 
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
@@ -17,9 +14,7 @@ SAMPLE = ("action=upgrade", "export=gpt3/sample", "stages=[evaluate]")
 TP = "export.model.tensor_model_parallel_size"
 
 
-def test_nothing_starts_when_one_row_cannot_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_starts_when_one_row_cannot_run(tmp_path, capsys):
     """A problem of every row is reported once, that of some with their names."""
     rows = f"upgrade.rows={{one:{{{TP}:1}},three:{{{TP}:3}},five:{{{TP}:5}}}}"
     words = [*SAMPLE, rows, "evaluate.time_limit=soon", f"base_results_dir={tmp_path}/r"]
@@ -31,7 +26,7 @@ def test_nothing_starts_when_one_row_cannot_run(
     assert not (tmp_path / "r").exists()
 
 
-def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: Path) -> None:
+def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path):
     rows = []
     for name, fails in (("first", "error"), ("second", "")):
         run, _ = make_run(WriteStage(settings(tmp_path / name, "write"), fails=fails))

@@ -67,7 +67,7 @@ def wait_for(path: Path) -> None:
     until(path.exists)
 
 
-def test_finished_job_is_shown_with_its_results(tmp_path: Path) -> None:
+def test_finished_job_is_shown_with_its_results(tmp_path):
     run, shown = make_run(WriteStage(settings(tmp_path, "write")))
     assert run.run_all(wait=False) == 0
     record = read_record(tmp_path / "write" / "job.json")
@@ -81,8 +81,8 @@ def test_finished_job_is_shown_with_its_results(tmp_path: Path) -> None:
 
 
 def test_job_of_another_command_in_the_same_folder_is_not_shown_as_ones_own(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
     assert run.run_all(wait=False) == 0
     path = tmp_path / "write" / "job.json"
@@ -92,7 +92,7 @@ def test_job_of_another_command_in_the_same_folder_is_not_shown_as_ones_own(
     assert "write  completed" in run.summary()
 
 
-def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> None:
+def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path):
     run, shown = make_run(
         WriteStage(settings(tmp_path, "write"), fails="error"),
         EnvironmentStage(settings(tmp_path, "environment")),
@@ -106,7 +106,7 @@ def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> N
     assert not (tmp_path / "environment").exists()
 
 
-def test_job_ends_although_ctrl_c_came_while_its_process_was_polled(tmp_path: Path) -> None:
+def test_job_ends_although_ctrl_c_came_while_its_process_was_polled(tmp_path):
     stage = SleepStage(settings(tmp_path, "sleep"))
     handle = make_run(stage)[0].submit("sleep")
     assert isinstance(handle, LocalHandle)
@@ -117,7 +117,7 @@ def test_job_ends_although_ctrl_c_came_while_its_process_was_polled(tmp_path: Pa
     assert handle.poll() == "cancelled"
 
 
-def test_killed_job_is_lost_and_says_so(tmp_path: Path) -> None:
+def test_killed_job_is_lost_and_says_so(tmp_path):
     run, shown = make_run(WriteStage(settings(tmp_path, "write"), fails="killed"))
     assert run.run_all(wait=False) == 1
     assert "ended without a result" in shown.getvalue()
@@ -127,7 +127,7 @@ def test_killed_job_is_lost_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["exit 0", "exec true", "exec false"])
-def test_job_whose_setup_ends_its_script_has_failed(tmp_path: Path, line: str) -> None:
+def test_job_whose_setup_ends_its_script_has_failed(tmp_path, line: str):
     stages = [
         WriteStage(settings(tmp_path, "write")),
         EnvironmentStage(settings(tmp_path, "environment")),
@@ -140,9 +140,7 @@ def test_job_whose_setup_ends_its_script_has_failed(tmp_path: Path, line: str) -
     assert (found.state, found.exit_code) == ("failed", 1)
 
 
-def test_job_that_ends_while_it_is_polled_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_that_ends_while_it_is_polled_has_failed(tmp_path, monkeypatch):
     run, _ = make_run(WriteStage(settings(tmp_path, "write")), setup=["exec false"])
     handle = run.submit("write")
     assert isinstance(handle, LocalHandle)
@@ -152,7 +150,7 @@ def test_job_that_ends_while_it_is_polled_has_failed(
     assert handle.poll() == "failed"
 
 
-def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path: Path) -> None:
+def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path):
     begun = tmp_path / "begun"
     run, _ = make_run(
         WriteStage(settings(tmp_path, "write")), setup=[f"touch {begun}", "sleep 300"]
@@ -167,9 +165,7 @@ def test_job_that_is_cancelled_during_its_setup_is_not_lost(tmp_path: Path) -> N
     assert (handle.poll(), found.state) == ("cancelled", "cancelled")
 
 
-def test_interrupt_while_a_job_is_started_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_a_job_is_started_leaves_no_process(tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     setup = [f"echo $$ > {pid_file}.new", f"mv {pid_file}.new {pid_file}", "sleep 300"]
     run, _ = make_run(WriteStage(settings(tmp_path, "write")), setup=setup)
@@ -184,7 +180,7 @@ def test_interrupt_while_a_job_is_started_leaves_no_process(
     until(lambda: not lives(int(pid_file.read_text())))
 
 
-def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> None:
+def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path):
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
     prepare_submission(run.jobs["write"], run.launcher, "")
     found = read_job(tmp_path, "write")
@@ -195,9 +191,7 @@ def test_job_that_is_being_submitted_is_that_of_its_command(tmp_path: Path) -> N
     assert "end it with action=cancel 'run_dir=/a b', or" in said  # as a shell takes it
 
 
-def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(tmp_path, monkeypatch):
     path = tmp_path / "write" / "job.json"
     host, process = os.uname().nodename, 1 << 30
     running = record.JobRecord("7", "write", "write", "running", host=host, process=process)
@@ -213,7 +207,7 @@ def test_a_job_that_ends_while_it_is_looked_for_is_not_lost(
     assert read_job(tmp_path, "write") == read_record(path) == done
 
 
-def test_running_job_is_found_through_a_link_to_its_folder(tmp_path: Path) -> None:
+def test_running_job_is_found_through_a_link_to_its_folder(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     stage = SleepStage(settings(tmp_path / "real", "sleep"))
     handle = make_run(stage)[0].submit("sleep")
@@ -224,9 +218,7 @@ def test_running_job_is_found_through_a_link_to_its_folder(tmp_path: Path) -> No
     assert found.state == "running"
 
 
-def test_job_gets_its_variables_and_none_of_an_enclosing_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_gets_its_variables_and_none_of_an_enclosing_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "7")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -238,7 +230,7 @@ def test_job_gets_its_variables_and_none_of_an_enclosing_job(
     assert not {"SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"} & set(seen)
 
 
-def test_second_run_keeps_the_files_of_the_first(tmp_path: Path) -> None:
+def test_second_run_keeps_the_files_of_the_first(tmp_path):
     for _ in range(2):
         run, _ = make_run(WriteStage(settings(tmp_path, "write", overwrite=True)))
         assert run.run_all(wait=False) == 0
@@ -252,9 +244,7 @@ def test_second_run_keeps_the_files_of_the_first(tmp_path: Path) -> None:
     assert len(list(folder.glob("log-*.out"))) == 2
 
 
-def test_full_disk_leaves_the_files_of_the_first_run_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_leaves_the_files_of_the_first_run_in_place(tmp_path, monkeypatch):
     first, _ = make_run(WriteStage(settings(tmp_path, "write")))
     assert first.run_all(wait=False) == 0
     folder = tmp_path / "write"
@@ -277,7 +267,7 @@ def test_full_disk_leaves_the_files_of_the_first_run_in_place(
     assert not list(folder.glob("runs/*"))
 
 
-def test_server_is_stopped_after_the_last_stage(tmp_path: Path) -> None:
+def test_server_is_stopped_after_the_last_stage(tmp_path):
     run, shown = make_run(
         ServeStage(settings(tmp_path, "serve")), WriteStage(settings(tmp_path, "write"))
     )
@@ -289,7 +279,7 @@ def test_server_is_stopped_after_the_last_stage(tmp_path: Path) -> None:
     assert "write" in shown.getvalue()
 
 
-def test_interrupt_ends_the_job_and_its_processes(tmp_path: Path) -> None:
+def test_interrupt_ends_the_job_and_its_processes(tmp_path):
     run, shown = make_run(SleepStage(settings(tmp_path, "sleep")))
     pid_file = tmp_path / "out" / "target.pid"
 
@@ -308,7 +298,7 @@ def test_interrupt_ends_the_job_and_its_processes(tmp_path: Path) -> None:
     assert "cancelled" in shown.getvalue()
 
 
-def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path: Path) -> None:
+def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path):
     stage = StubbornStage(settings(tmp_path, "stubborn"))
     run, shown = make_run(stage)
     pid_file = tmp_path / "out" / "target.pid"
@@ -329,9 +319,7 @@ def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path: Path) -> None:
     assert "stubborn  cancelled" in shown.getvalue()
 
 
-def test_second_interrupt_counts_from_the_moment_it_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_interrupt_counts_from_the_moment_it_is_offered(tmp_path, monkeypatch):
     stage = StubbornStage(settings(tmp_path, "stubborn"))
     run, shown = make_run(stage)
     pid_file = tmp_path / "out" / "target.pid"
@@ -356,7 +344,7 @@ def test_second_interrupt_counts_from_the_moment_it_is_offered(
     assert "stubborn  cancelled" in shown.getvalue()
 
 
-def test_job_is_stopped_although_the_reader_of_the_output_has_left(tmp_path: Path) -> None:
+def test_job_is_stopped_although_the_reader_of_the_output_has_left(tmp_path):
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
     pid_file = tmp_path / "out" / "target.pid"
     reading, writing = os.pipe()
@@ -378,7 +366,7 @@ def test_job_is_stopped_although_the_reader_of_the_output_has_left(tmp_path: Pat
     assert found.state == "cancelled"
 
 
-def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path):
     stage = StubbornStage(settings(tmp_path, "stubborn"))
     handle = make_run(stage)[0].submit("stubborn")
     assert isinstance(handle, LocalHandle)
@@ -405,7 +393,7 @@ def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_every_command_ends_by_signals_as_by_ctrl_c_unless_nohup_started_it(
     before: signal.Handlers,
-) -> None:
+):
     kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, before)
@@ -419,7 +407,7 @@ def test_every_command_ends_by_signals_as_by_ctrl_c_unless_nohup_started_it(
     assert handlers == [signal.default_int_handler, hung_up]
 
 
-def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
+def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path):
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
     handle = run.submit("sleep")
     handle.stop(0)
@@ -429,7 +417,7 @@ def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) 
     assert record.state == "cancelled"
 
 
-def test_server_that_was_never_ready_was_not_stopped_in_order(tmp_path: Path) -> None:
+def test_server_that_was_never_ready_was_not_stopped_in_order(tmp_path):
     class LoadingStage(SleepStage):
         def readiness_path(self) -> Path:
             return self.job.folder / "endpoint.json"
@@ -446,7 +434,7 @@ def test_server_that_was_never_ready_was_not_stopped_in_order(tmp_path: Path) ->
     thread.join()
 
 
-def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+def test_job_ends_when_the_command_is_killed(tmp_path):
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
@@ -472,7 +460,7 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     until(lambda: not lives(int(pid_file.read_text())))
 
 
-def test_finished_work_is_not_done_again(tmp_path: Path) -> None:
+def test_finished_work_is_not_done_again(tmp_path):
     stage = WriteStage(settings(tmp_path, "write"))
     stage()
     stage.target.write_text("touched")
@@ -480,7 +468,7 @@ def test_finished_work_is_not_done_again(tmp_path: Path) -> None:
     assert stage.target.read_text() == "touched"
 
 
-def test_dry_run_of_finished_stages_says_how_they_run_again(tmp_path: Path) -> None:
+def test_dry_run_of_finished_stages_says_how_they_run_again(tmp_path):
     run, shown = make_run(WriteStage(settings(tmp_path, "write")))
     run.jobs.clear()
     run.render()
@@ -488,7 +476,7 @@ def test_dry_run_of_finished_stages_says_how_they_run_again(tmp_path: Path) -> N
     assert shown.getvalue().strip() == text
 
 
-def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Path) -> None:
+def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path):
     run, shown = make_run(
         ServeStage(settings(tmp_path, "serve")), WriteStage(settings(tmp_path, "write"))
     )
@@ -501,7 +489,7 @@ def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_progress_that_cannot_be_read_ends_no_job(tmp_path: Path) -> None:
+def test_progress_that_cannot_be_read_ends_no_job(tmp_path):
     class DamagingStage(WriteStage):
         def run(self, progress: Progress) -> dict:
             progress.update("damaging")
@@ -513,7 +501,7 @@ def test_progress_that_cannot_be_read_ends_no_job(tmp_path: Path) -> None:
     assert run.run_all(wait=False) == 0
 
 
-def test_log_larger_than_memory_is_shown_by_its_end(tmp_path: Path) -> None:
+def test_log_larger_than_memory_is_shown_by_its_end(tmp_path):
     class LoudStage(WriteStage):
         def run(self, progress: Progress) -> dict:
             sys.stdout.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from launcher_scripts.configuration.compose import compose_config
@@ -35,37 +33,37 @@ def resources(config: Config) -> Resources:
     return build_stage("deploy", config, Context()).job.resources
 
 
-def test_ranks_on_one_node_belong_to_the_server_and_hide_other_gpus() -> None:
+def test_ranks_on_one_node_belong_to_the_server_and_hide_other_gpus():
     config = on_cluster(2, 1)
     found = resources(config)
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (1, 1, 2)
     assert server_config(config).visible_devices == "0,1"
 
 
-def test_granted_gpus_are_not_numbered_anew() -> None:
+def test_granted_gpus_are_not_numbered_anew():
     assert server_config(on_cluster(2, 1, "cluster.exclusive=false")).visible_devices is None
 
 
 @pytest.mark.parametrize(("engine", "tasks"), [("pytorch", 8), ("fastertransformer", 1)])
-def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine: str, tasks: int) -> None:
+def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine: str, tasks: int):
     found = resources(on_cluster(8, 2, f"deploy.engine={engine}"))
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, tasks, 8)
 
 
-def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
+def test_fewer_gpus_of_each_node_take_more_nodes():
     config = on_cluster(2, 2, "cluster.gpus_per_node=2")
     assert resources(config).nodes == 2
     assert server_config(config).nodes == 2
 
 
-def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
+def test_evaluation_alone_cannot_serve_over_several_nodes():
     config = on_cluster(8, 2)
     with pytest.raises(ValueError, match="a model over 2 nodes needs a separate server job"):
         build_stage("evaluate", config, Context())
     build_stage("evaluate", config, Context(frozenset({"deploy"})))
 
 
-def test_evaluation_alone_has_the_gpus_of_its_server() -> None:
+def test_evaluation_alone_has_the_gpus_of_its_server():
     config = on_cluster(4, 1)
     alone = build_stage("evaluate", config, Context()).job.resources
     assert alone.gpus_per_node == resources(config).gpus_per_node == 4
@@ -75,7 +73,7 @@ def test_evaluation_alone_has_the_gpus_of_its_server() -> None:
     assert build_stage("evaluate", elsewhere, Context()).job.resources.gpus_per_node is None
 
 
-def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     found = server_config(configure(f"{TP}=2"))
     assert (found.local_gpus, found.visible_devices) == (3, "3,5")
@@ -84,14 +82,12 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
     assert not [*build_stage("deploy", on_cpu, Context()).check()]
 
 
-def test_server_may_have_an_image_of_its_own() -> None:
+def test_server_may_have_an_image_of_its_own():
     config = on_cluster(1, 1, "container=all", "deploy.container=server")
     assert (config.image_of("deploy"), config.image_of("export")) == ("server", "all")
 
 
-def test_repository_from_elsewhere_brings_its_own_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repository_from_elsewhere_brings_its_own_sizes(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     parameters = {"model_type": "GPT-J", "tensor_para_size": "2", "pipeline_para_size": "1"}
     add_nvidia_model(tmp_path, "gptj", parameters | {"data_type": "fp16"})
@@ -105,18 +101,18 @@ def test_repository_from_elsewhere_brings_its_own_sizes(
     assert problem.startswith(f"deploy.repository={tmp_path} was made for 2 x 1 = 2 GPUs")
 
 
-def test_place_in_a_store_stays_as_it_is_written() -> None:
+def test_place_in_a_store_stays_as_it_is_written():
     config = configure("deploy.repository=s3://http://s:9000/bucket/x")
     assert server_config(config).source == "s3://http://s:9000/bucket/x"
 
 
 @pytest.mark.parametrize(("kind", "ensemble"), [("gpt3", "ensemble"), ("bert", None)])
-def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None) -> None:
+def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None):
     stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context())
     assert stage.options.ensemble_name == ensemble  # type: ignore[attr-defined]
 
 
-def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
+def test_pytriton_serves_texts_on_one_node(tmp_path):
     words = ("deploy.server=pytriton", "deploy.interface=nemo", *FREE_PORTS)
     found = server_config(configure(*words))
     assert (found.server, found.interface) == ("pytriton", "nemo")
@@ -126,9 +122,7 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     assert any(each.startswith("a model over 2 nodes: ") for each in wide.check())
 
 
-def test_a_tritonserver_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tritonserver_that_is_not_there_is_named_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_SERVER", str(tmp_path))
     for word in ("deploy.server=tritonserver", "deploy.repository=s3://bucket/x"):
         (problem,) = build_stage("deploy", configure(word, *FREE_PORTS), Context()).check()

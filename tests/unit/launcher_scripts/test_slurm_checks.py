@@ -32,7 +32,7 @@ def programs(folder: Path, **texts: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def slurm(tmp_path, monkeypatch) -> Path:
     """Commands of a Slurm without pyxis and without PMIx; return their folder."""
     folder = tmp_path / "bin"
     programs(folder, sbatch="", sinfo=SINFO, srun=SRUN)
@@ -53,13 +53,11 @@ def stage(tmp_path: Path, resources: Resources | None = None) -> Stage:
     return RanksStage(settings(tmp_path, "ranks", resources=resources or Resources()))
 
 
-def test_a_job_that_fits_has_no_problems(tmp_path: Path) -> None:
+def test_a_job_that_fits_has_no_problems(tmp_path):
     assert launcher("cluster.partition=batch").check([stage(tmp_path)]) == []
 
 
-def test_every_problem_of_the_cluster_is_reported_at_once(
-    tmp_path: Path, slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_problem_of_the_cluster_is_reported_at_once(tmp_path, slurm: Path, capsys):
     programs(slurm, sbatch="echo 'invalid partition specified: bach' >&2; exit 1")
     words = [
         "export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r",
@@ -78,9 +76,7 @@ def test_every_problem_of_the_cluster_is_reported_at_once(
     assert not (tmp_path / "r").exists()
 
 
-def test_ranks_that_no_number_of_nodes_holds_evenly_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_no_number_of_nodes_holds_evenly_are_refused(tmp_path, capsys):
     words = [
         "export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r", "stages=[deploy]",
         "export.model.tensor_model_parallel_size=11",
@@ -89,9 +85,7 @@ def test_ranks_that_no_number_of_nodes_holds_evenly_are_refused(
     assert "asks for 11 GPUs, which cannot be divided evenly" in capsys.readouterr().err
 
 
-def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(
-    tmp_path: Path, slurm: Path
-) -> None:
+def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(tmp_path, slurm: Path):
     away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     programs(slurm, sbatch=away, sinfo="exit 1", srun="exit 1")
     found = launcher("cluster.partition=batch", "container=a#b").check([stage(tmp_path, TWO_NODES)])
@@ -99,14 +93,14 @@ def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(
 
 
 @pytest.mark.parametrize("sign", [":", ","])
-def test_a_folder_that_no_container_can_see_is_refused(tmp_path: Path, sign: str) -> None:
+def test_a_folder_that_no_container_can_see_is_refused(tmp_path, sign: str):
     words = ("dry_run=true", f"base_results_dir='{tmp_path}/a{sign}b'")
     assert launcher(*words).check([stage(tmp_path)]) == []
     problems = launcher(*words, "container=a#b").check([stage(tmp_path)])
     assert f"base_results_dir={tmp_path}/a{sign}b: pyxis mounts no folder with" in problems[0]
 
 
-def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
+def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path):
     assert launcher("cluster.mpi=pmix").check([stage(tmp_path)]) == []
     (problem,) = launcher("cluster.mpi=pmix").check([stage(tmp_path, TWO_NODES)])
     assert problem.endswith("it has: none, pmi2.")
@@ -127,12 +121,12 @@ def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
         ("container=image.sqsh", "container=image.sqsh would be searched in a registry"),
     ],
 )
-def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, reported: str) -> None:
+def test_values_that_no_slurm_takes_are_refused(tmp_path, word: str, reported: str):
     problems = launcher(word, "dry_run=true").check([stage(tmp_path)])
     assert [problem for problem in problems if problem.startswith(reported)], problems
 
 
-def test_what_only_a_container_uses_is_taken_with_one(tmp_path: Path) -> None:
+def test_what_only_a_container_uses_is_taken_with_one(tmp_path):
     words = ("container_mounts=[/a]", "dry_run=true")
     assert launcher(*words, "container=a#b").check([stage(tmp_path)]) == []
     named = "cluster.srun_args=['--container-name=nemo','--container-env=A']"
@@ -140,7 +134,7 @@ def test_what_only_a_container_uses_is_taken_with_one(tmp_path: Path) -> None:
     assert launcher(*words).check([]) == []  # nothing runs
 
 
-def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: Path) -> None:
+def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path):
     serving = stage(tmp_path)
     serving.name = "deploy"  # type: ignore[misc]
     words = ("deploy.container=/nowhere.sqsh", "deploy.name=d")
@@ -150,7 +144,7 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: 
     assert launcher(*words).check([stage(tmp_path)]) == []  # no server among the jobs
 
 
-def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path) -> None:
+def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path):
     unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     known = f'case "$*" in *12*) echo "12|PENDING|None|x";; *) {unknown};; esac'
     programs(slurm, squeue=known, scontrol="exit 1", sacct="exit 1")
@@ -162,14 +156,14 @@ def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path) -> None:
     assert launcher(*words).notes([]) == []
 
 
-def test_option_that_srun_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_option_that_srun_does_not_know_is_refused(tmp_path):
     stages = [stage(tmp_path), stage(tmp_path)]
     (problem,) = launcher("cluster.srun_args=[--label,--nope]").check(stages)
     assert problem.startswith("srun: unrecognized option '--nope', says srun --nodes=1")
     assert problem.endswith("correct cluster.srun_args.")
 
 
-def test_folders_in_memory_are_remarked_upon() -> None:
+def test_folders_in_memory_are_remarked_upon():
     assert local_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert local_file_system(Path("/proc")) is None
     notes = launcher("base_results_dir=/dev/shm/results").notes([])
@@ -178,9 +172,7 @@ def test_folders_in_memory_are_remarked_upon() -> None:
     )
 
 
-def test_refusal_of_sbatch_is_reported_once(
-    tmp_path: Path, slurm: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_refusal_of_sbatch_is_reported_once(tmp_path, slurm: Path, capfd):
     programs(slurm, sbatch=f'case "$1" in --test-only) ;; *) {REFUSED};; esac')
     words = ["export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r"]
     assert main([*words, "stages=[convert]"]) == 1

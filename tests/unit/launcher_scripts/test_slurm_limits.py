@@ -47,8 +47,8 @@ def cluster(slurm: Path) -> Path:
     ],
 )
 def test_job_that_its_partition_would_never_start_is_refused(
-    tmp_path: Path, asked: Resources, words: tuple[str, ...], key: str
-) -> None:
+    tmp_path, asked: Resources, words: tuple[str, ...], key: str
+):
     found = problems(tmp_path, asked, *words)
     assert len(found) == bool(key)
     assert all(problem.startswith(key) for problem in found)
@@ -65,8 +65,8 @@ def test_job_that_its_partition_would_never_start_is_refused(
     ],
 )
 def test_what_sbatch_refuses_is_refused_beforehand_in_its_words(
-    tmp_path: Path, cluster: Path, error: str, away: str, is_refused: bool
-) -> None:
+    tmp_path, cluster: Path, error: str, away: str, is_refused: bool
+):
     programs(
         cluster, sbatch=f"echo 'allocation failure: {error}' >&2; exit 1",
         sinfo=f'case "$*" in *-t*) echo {away};; *) echo "short*|4:00:00";; esac',
@@ -76,14 +76,14 @@ def test_what_sbatch_refuses_is_refused_beforehand_in_its_words(
     assert all(error in each and "--gpus-per-node=3 " in each for each in found)
 
 
-def test_the_option_that_sbatch_refuses_is_named_once(tmp_path: Path, cluster: Path) -> None:
+def test_the_option_that_sbatch_refuses_is_named_once(tmp_path, cluster: Path):
     programs(cluster, sbatch='case "$*" in *--mem=9G*) echo "too much" >&2; exit 1;; esac')
     stages = [stage(tmp_path, asked) for asked in (Resources(), Resources(nodes=2))]
     (problem,) = launcher("cluster.mpi=null", "cluster.mem=9G").check(stages)
     assert problem.startswith("ranks, ranks: sbatch refuses --mem=9G: too much; correct the keys")
 
 
-def test_a_machine_without_slurm_is_named_once(tmp_path: Path, cluster: Path) -> None:
+def test_a_machine_without_slurm_is_named_once(tmp_path, cluster: Path):
     said = "sbatch: fatal: Could not establish a configuration source"
     programs(cluster, sbatch=f"echo x >> {cluster}/calls; echo '{said}' >&2; exit 1")
     (problem,) = launcher("cluster.mpi=null").check([stage(tmp_path), stage(tmp_path)])
@@ -91,18 +91,18 @@ def test_a_machine_without_slurm_is_named_once(tmp_path: Path, cluster: Path) ->
     assert (cluster / "calls").read_text() == "x\n"
 
 
-def test_partition_of_a_profile_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partition_of_a_profile_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "long")
     assert problems(tmp_path, Resources(time_limit_min=DAY)) == []
 
 
-def test_qos_may_lift_the_limit_of_a_partition(tmp_path: Path, cluster: Path) -> None:
+def test_qos_may_lift_the_limit_of_a_partition(tmp_path, cluster: Path):
     answer = 'case "$*" in *flags*) echo "long|DenyOnLimit,PartitionTimeLimit";; esac'
     programs(cluster, sacctmgr=answer)
     assert problems(tmp_path, Resources(time_limit_min=DAY), "cluster.qos=long") == []
 
 
-def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path: Path, cluster: Path) -> None:
+def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path, cluster: Path):
     programs(cluster, sacctmgr="echo 'small|1:00:00|4'; echo 'large||'", squeue="echo 1; echo 2")
     asked, small = Resources(time_limit_min=120), "cluster.account=small"
     assert problems(tmp_path, asked) == []

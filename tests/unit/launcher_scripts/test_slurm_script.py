@@ -42,7 +42,7 @@ def options(name: str, *words: str, after: str = "") -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None and value is not False}
 
 
-def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script() -> None:
+def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script():
     given = {"a": None, "b": False, "c": True, "d": 0, "e": "a b", "f": "D\\user"}
     assert as_options(given) == ["--c", "--d=0", "--e=a b", "--f=D\\user"]
     words = ["cluster=bcm", "+cluster.comment='D\\user s'"]
@@ -63,13 +63,11 @@ def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script() 
         (None, None),
     ],
 )
-def test_memory_is_in_gigabytes_and_zero_is_all(
-    value: float | str | None, expected: str | None
-) -> None:
+def test_memory_is_in_gigabytes_and_zero_is_all(value: float | str | None, expected: str | None):
     assert memory(value) == expected
 
 
-def test_job_of_a_chain_is_not_requeued_but_followed() -> None:
+def test_job_of_a_chain_is_not_requeued_but_followed():
     assert "no-requeue" not in options("deploy", "deploy.uptime=1:00:00")  # one job is enough
     found = options("deploy", "deploy.uptime=7-00:00:00")
     assert found["no-requeue"] is True
@@ -77,7 +75,7 @@ def test_job_of_a_chain_is_not_requeued_but_followed() -> None:
     assert found["time"] == "1-00:00:00"
 
 
-def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> None:
+def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id():
     """A job kills at its end what has its mark; clusters that share a node count alike."""
     marks = set()
     for results in ("/r", "/another place"):
@@ -92,39 +90,39 @@ def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> Non
     assert len(marks) == 2
 
 
-def test_gpus_per_task_come_with_a_number_of_tasks() -> None:
+def test_gpus_per_task_come_with_a_number_of_tasks():
     found = options("deploy", "cluster.gpus_per_task=2", "cluster.gpus_per_node=null")
     assert (found["gpus-per-task"], found["ntasks"]) == (2, 1)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2:00:00", "02:00:00"), ("90", "01:30:00")])
-def test_time_limits_keep_their_meaning(text: str, expected: str) -> None:
+def test_time_limits_keep_their_meaning(text: str, expected: str):
     assert options("convert", f"export.run.time_limit={text}")["time"] == expected
 
 
-def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
+def test_only_the_id_in_the_path_of_a_log_stands_for_something():
     found = options("convert", "base_results_dir=/r/50%j")
     folder = "/r/50%%j/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert"
     assert found["output"] == f"{folder}/log-nemo-megatron-export_gpt_books_5m_%j.out"
     assert found["error"] == f"{folder}/log-nemo-megatron-export_gpt_books_5m_%j.err"
 
 
-def test_dependencies_are_combined() -> None:
+def test_dependencies_are_combined():
     found = options("export", "cluster.dependency=after:9", after="afterok:12")["dependency"]
     assert found == "afterok:12,singleton,after:9"
     either = "afterany:12?after:12+5"  # Slurm refuses a comma next to it
     assert options("deploy", "cluster.dependency=after:9", after=either)["dependency"] == either
 
 
-def test_a_folder_below_a_mounted_one_is_not_mounted_again() -> None:
+def test_a_folder_below_a_mounted_one_is_not_mounted_again():
     found = mounts(configure("cluster=bcm"))
     assert "/r:/r" in found
     assert not any(each.startswith("/r/") for each in found)
 
 
 def test_ci_switch_of_the_launcher_merges_output_and_errors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     assert str(options("convert")["error"]).endswith("_%j.err")
     monkeypatch.setenv("NEMO_LAUNCHER_CI", "1")
     found = options("convert")
@@ -133,8 +131,8 @@ def test_ci_switch_of_the_launcher_merges_output_and_errors(
 
 
 def test_options_of_a_profile_are_used_where_the_configuration_leaves_them_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     values = {"ACCOUNT": "llm", "PARTITION": "a", "OUTPUT": "/x", "QOS": ""}
     for name, value in values.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
@@ -144,7 +142,7 @@ def test_options_of_a_profile_are_used_where_the_configuration_leaves_them_open(
     }  # fmt: skip
 
 
-def test_container_that_is_on_the_nodes_is_started_by_its_name() -> None:
+def test_container_that_is_on_the_nodes_is_started_by_its_name():
     words = ("--container-name=nemo", "--no-container-mount-home", "--label")
     quoted = ",".join(f"'{each}'" for each in words)
     config = configure("cluster=bcm", f"cluster.srun_args=[{quoted}]")

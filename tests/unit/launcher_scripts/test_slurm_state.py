@@ -22,7 +22,7 @@ NO_CONTROLLER = "echo 'Unable to contact slurm controller (connect failure)' >&2
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Return a folder that is on PATH before everything else, and alone has Slurm's commands."""
     path = tmp_path / "bin"
     path.mkdir()
@@ -47,8 +47,8 @@ def settled(tmp_path: Path, state: str = RUNNING, **facts: str) -> JobRecord:
 
 @pytest.mark.parametrize("answer", [NO_CONTROLLER, None])
 def test_nothing_is_concluded_from_a_slurm_that_does_not_answer(
-    tmp_path: Path, folder: Path, answer: str | None
-) -> None:
+    tmp_path, folder: Path, answer: str | None
+):
     if answer is None:
         (folder / "squeue").unlink()
     else:
@@ -56,20 +56,18 @@ def test_nothing_is_concluded_from_a_slurm_that_does_not_answer(
     assert settled(tmp_path).state == "running"
 
 
-def test_job_without_any_record_is_lost(tmp_path: Path) -> None:
+def test_job_without_any_record_is_lost(tmp_path):
     found = settled(tmp_path)
     assert (found.state, found.exit_code) == ("lost", None)
     assert "Slurm no longer knows the job" in found.error
 
 
-def test_file_of_ended_jobs_is_asked_where_there_is_no_accounting(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_file_of_ended_jobs_is_asked_where_there_is_no_accounting(tmp_path, folder: Path):
     program(folder, "sacct", 'case "$*" in -c*) echo CANCELLED;; *) exit 1;; esac')
     assert settled(tmp_path).state == "cancelled"
 
 
-def test_job_whose_predecessor_failed_says_so(tmp_path: Path, folder: Path) -> None:
+def test_job_whose_predecessor_failed_says_so(tmp_path, folder: Path):
     program(folder, "squeue", "exit 0")
     program(folder, "scontrol", "echo JobState=CANCELLED Reason=DependencyNeverSatisfied")
     found = settled(tmp_path, SUBMITTED, dependency="afterok:11")
@@ -81,8 +79,8 @@ def test_job_whose_predecessor_failed_says_so(tmp_path: Path, folder: Path) -> N
     [("TIMEOUT", "time_limit"), ("OUT_OF_MEMORY", "mem_gb"), ("NODE_FAIL", "submit it again")],
 )
 def test_ends_that_only_slurm_knows_of_come_with_a_remedy(
-    tmp_path: Path, folder: Path, word: str, remedy: str
-) -> None:
+    tmp_path, folder: Path, word: str, remedy: str
+):
     program(folder, "scontrol", f"echo JobState={word} Reason=None ExitCode=3:0")
     found = settled(tmp_path, started_at="2024-01-01T00:00:00+00:00")
     assert found.state == "failed"
@@ -90,7 +88,7 @@ def test_ends_that_only_slurm_knows_of_come_with_a_remedy(
     assert remedy in found.error
 
 
-def test_success_counts_only_with_the_word_of_the_job(tmp_path: Path, folder: Path) -> None:
+def test_success_counts_only_with_the_word_of_the_job(tmp_path, folder: Path):
     program(folder, "scontrol", "echo JobState=COMPLETED Reason=None")
     assert settled(tmp_path).state == "lost"
     assert settled(tmp_path, ended_at="2024-01-01T00:00:00+00:00").state == "completed"
@@ -113,16 +111,16 @@ def described(folder: Path, line: str) -> SlurmJobState:
         ("PENDING|Priority|/x|FAILED|none", "Priority"),
     ],
 )
-def test_queued_job_shows_its_reason_to_wait(folder: Path, line: str, reason: str) -> None:
+def test_queued_job_shows_its_reason_to_wait(folder: Path, line: str, reason: str):
     assert described(folder, line).waits_for == reason
 
 
-def test_nothing_is_said_of_jobs_by_a_controller_that_is_away(folder: Path) -> None:
+def test_nothing_is_said_of_jobs_by_a_controller_that_is_away(folder: Path):
     program(folder, "squeue", NO_CONTROLLER)
     assert queue_now().state("12") is None
 
 
-def test_words_of_a_job_are_not_its_state(folder: Path) -> None:
+def test_words_of_a_job_are_not_its_state(folder: Path):
     answer = "JobState=CANCELLED Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
     program(folder, "squeue", "exit 0")
     program(folder, "scontrol", f"echo {answer}")
@@ -141,28 +139,24 @@ STATES = (
 )  # fmt: skip
 
 
-def test_every_state_of_slurm_is_known_and_only_ends_are_ends() -> None:
+def test_every_state_of_slurm_is_known_and_only_ends_are_ends():
     states = {word: SlurmJobState(word) for word in STATES}
     assert [word for word, each in states.items() if each.state is None] == []
     assert {word for word, each in states.items() if each.has_ended} == ENDED
 
 
-def test_a_state_of_a_later_slurm_is_named_and_is_no_end(tmp_path: Path, folder: Path) -> None:
+def test_a_state_of_a_later_slurm_is_named_and_is_no_end(tmp_path, folder: Path):
     script = tmp_path / "convert" / "submitit" / "1.sh"
     assert described(folder, f"FROZEN|Winter|{script}").waits_for.startswith("FROZEN")
     assert settled(tmp_path).state == "running"
 
 
-def test_job_is_not_lost_while_the_database_of_ended_jobs_is_away(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_job_is_not_lost_while_the_database_of_ended_jobs_is_away(tmp_path, folder: Path):
     program(folder, "sacct", "echo 'sacct: error: Unable to contact database' >&2; exit 1")
     assert settled(tmp_path).state == "running"
 
 
-def test_an_order_is_given_again_while_the_controller_is_away(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_is_given_again_while_the_controller_is_away(tmp_path, folder: Path, monkeypatch):
     monkeypatch.setattr(slurm_state, "_FIRST_PAUSE_S", 0.01)
     program(
         folder, "scancel", f"[ -e {tmp_path}/up ] && exit; touch {tmp_path}/up; {NO_CONTROLLER}"
@@ -172,7 +166,7 @@ def test_an_order_is_given_again_while_the_controller_is_away(
     assert ask_slurm(["scancel", "12"], patience_s=5).status == 0
 
 
-def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Path) -> None:
+def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path, folder: Path):
     results = tmp_path / "a b|c"
     lines = [
         f"7|PENDING|None|{results}/deploy/submitit/1.sh",
@@ -186,9 +180,7 @@ def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Pat
     assert jobs_below(results, queue_now()) == {"deploy": ["7", "8"]}
 
 
-def test_record_in_a_copied_folder_describes_no_job_of_its_own(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_record_in_a_copied_folder_describes_no_job_of_its_own(tmp_path, folder: Path):
     original = tmp_path / "original" / "convert"
     (original / "submitit").mkdir(parents=True)
     script = original / "submitit" / "1.sh"
@@ -201,9 +193,7 @@ def test_record_in_a_copied_folder_describes_no_job_of_its_own(
 
 
 @pytest.mark.parametrize("script", ["/home/me/train.sh", "(null)"])
-def test_job_that_has_the_id_of_an_old_record_is_not_its_job(
-    tmp_path: Path, folder: Path, script: str
-) -> None:
+def test_job_that_has_the_id_of_an_old_record_is_not_its_job(tmp_path, folder: Path, script: str):
     program(folder, "squeue", f"echo '12|RUNNING|None|{script}'")
     found = settled(tmp_path)  # so that action=cancel leaves the other job alone
     assert (found.state, script in found.error) == ("lost", True)

@@ -27,7 +27,7 @@ REFUSED = "echo 'sbatch: error: Invalid qos specification' >&2; exit 1"
 
 
 @pytest.fixture(autouse=True)
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def slurm(tmp_path, monkeypatch) -> Path:
     """Commands that keep a queue in a file, whose sbatch is up to the test; return their folder."""
     folder = tmp_path / "bin"
     queue = tmp_path / "queue"
@@ -49,25 +49,25 @@ def submit(tmp_path: Path, *, patience_s: float = 2.0) -> SlurmHandle:
     return handle
 
 
-def test_queued_job_whose_answer_is_lost_is_found(tmp_path: Path, slurm: Path) -> None:
+def test_queued_job_whose_answer_is_lost_is_found(tmp_path, slurm: Path):
     programs(slurm, sbatch=f'take "$1"; {LOST}')
     assert submit(tmp_path).job_id == "7"
     assert (tmp_path / "write" / "submitit" / "7_submitted.pkl").is_file()
 
 
-def test_job_that_was_not_taken_is_submitted_again(tmp_path: Path, slurm: Path) -> None:
+def test_job_that_was_not_taken_is_submitted_again(tmp_path, slurm: Path):
     once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; {LOST}; }}"
     programs(slurm, sbatch=f'{once}; take "$1"; echo Submitted batch job 7')
     assert submit(tmp_path).job_id == "7"
 
 
-def test_of_jobs_that_were_taken_twice_one_stays(tmp_path: Path, slurm: Path) -> None:
+def test_of_jobs_that_were_taken_twice_one_stays(tmp_path, slurm: Path):
     programs(slurm, sbatch=f'take "$1"; take "$1"; {LOST}')
     assert submit(tmp_path).job_id == "7"
     assert (tmp_path / "cancelled").read_text().split() == ["8"]
 
 
-def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path: Path, slurm: Path) -> None:
+def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path, slurm: Path):
     programs(slurm, sbatch='take "$1"; kill -INT $PPID; sleep 1; echo Submitted batch job 7')
     with pytest.raises(KeyboardInterrupt):
         submit(tmp_path)
@@ -75,15 +75,13 @@ def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path: Path, slurm
 
 
 @pytest.mark.parametrize(("text", "said"), [(REFUSED, "Invalid qos"), (LOST, "Socket timed out")])
-def test_refusal_is_final_and_silence_ends(
-    tmp_path: Path, slurm: Path, text: str, said: str
-) -> None:
+def test_refusal_is_final_and_silence_ends(tmp_path, slurm: Path, text: str, said: str):
     programs(slurm, sbatch=text)
     with pytest.raises(SubmissionError, match=said):
         submit(tmp_path, patience_s=0.1)
 
 
-def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path: Path) -> None:
+def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path):
     path = tmp_path / "convert" / "job.json"
     claim = JobRecord("", "convert", "c", "submitted", "bcm", host=socket.gethostname())
     for process, state in ((os.getpid(), "submitted"), (1 << 30, "lost")):
@@ -98,16 +96,14 @@ def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path: Path) -
         assert found.state == "lost"
 
 
-def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path: Path) -> None:
+def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path):
     first, second = (make_run(WriteStage(settings(tmp_path, "write"))) for _ in range(2))
     prepare_submission(first.jobs["write"], first.launcher, "")
     with pytest.raises(SubmissionError, match="another command"):
         prepare_submission(second.jobs["write"], second.launcher, "")
 
 
-def test_server_ends_with_an_evaluation_that_cannot_ask_for_that(
-    tmp_path: Path, slurm: Path
-) -> None:
+def test_server_ends_with_an_evaluation_that_cannot_ask_for_that(tmp_path, slurm: Path):
     """It is cancelled before it starts, or its command was killed before it submitted it."""
     del slurm
     stage = DeployStage(settings(tmp_path, "deploy"), DeployConfig(folder=tmp_path, model_name="m"))

@@ -23,29 +23,27 @@ def seen(run: Path) -> list[tuple[int, str, bool]]:
     return [(each.step, each.label, not each.missing) for each in find_checkpoints(run)]
 
 
-def test_a_run_without_a_folder_has_no_checkpoints(tmp_path: Path) -> None:
+def test_a_run_without_a_folder_has_no_checkpoints(tmp_path):
     assert find_checkpoints(tmp_path / "later") == []
 
 
 @pytest.mark.parametrize(
     ("tracked", "whole"), [("200", [True, True]), ("100\n", [True, False]), ("x", [False, False])]
 )
-def test_megatron_names_the_last_finished_iteration(
-    tmp_path: Path, tracked: str, whole: list[bool]
-) -> None:
+def test_megatron_names_the_last_finished_iteration(tmp_path, tracked: str, whole: list[bool]):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "iter_0000200").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
     assert [each[2] for each in seen(tmp_path)] == whole
 
 
-def test_megatron_without_its_tracker_is_waited_for(tmp_path: Path) -> None:
+def test_megatron_without_its_tracker_is_waited_for(tmp_path):
     (tmp_path / "iter_0000100").mkdir()
     (found,) = find_checkpoints(tmp_path)
     assert found.missing == "its number in latest_checkpointed_iteration.txt"
 
 
-def test_hugging_face_trainers_write_their_state_last(tmp_path: Path) -> None:
+def test_hugging_face_trainers_write_their_state_last(tmp_path):
     touch(tmp_path / "checkpoint-500" / "model.safetensors")
     touch(tmp_path / "checkpoint-1000" / "model.safetensors")
     touch(tmp_path / "checkpoint-500" / "trainer_state.json")
@@ -53,7 +51,7 @@ def test_hugging_face_trainers_write_their_state_last(tmp_path: Path) -> None:
     assert seen(tmp_path) == [(500, "checkpoint-500", True), (1000, "checkpoint-1000", False)]
 
 
-def test_nemo_marks_what_it_is_writing(tmp_path: Path) -> None:
+def test_nemo_marks_what_it_is_writing(tmp_path):
     folder = tmp_path / "checkpoints"
     names = ["gpt--val_loss=2.1-step=10-consumed_samples=80.0", "gpt--step=20", "gpt--step=20-last"]
     for name in names:
@@ -64,7 +62,7 @@ def test_nemo_marks_what_it_is_writing(tmp_path: Path) -> None:
     assert [each[2] for each in seen(tmp_path)] == [True, False]
 
 
-def test_a_nemo_1_checkpoint_is_a_file_of_every_rank(tmp_path: Path) -> None:
+def test_a_nemo_1_checkpoint_is_a_file_of_every_rank(tmp_path):
     folder = tmp_path / "results" / "checkpoints"
     first, second = "gpt--step=10.ckpt", "gpt--step=20-last.ckpt"
     touch(*(folder / f"mp_rank_0{rank}" / first for rank in (0, 1)))
@@ -98,8 +96,8 @@ IN_STEP = "policy/weights/iter_0000000"
     ],
 )  # fmt: skip
 def test_each_trainer_says_in_its_own_way_that_a_checkpoint_is_whole(
-    tmp_path: Path, name: str, files: list[str], last: str, text: str, model: str
-) -> None:
+    tmp_path, name: str, files: list[str], last: str, text: str, model: str
+):
     folder = tmp_path / "checkpoint"
     touch(*(folder / name / each for each in files))
     (found,) = find_checkpoints(tmp_path)
@@ -110,13 +108,13 @@ def test_each_trainer_says_in_its_own_way_that_a_checkpoint_is_whole(
     assert found.missing == ""
 
 
-def test_automodel_marks_what_it_is_writing(tmp_path: Path) -> None:
+def test_automodel_marks_what_it_is_writing(tmp_path):
     folder = tmp_path / "epoch_0_step_10"
     touch(folder / "config.yaml", folder / ".incomplete")
     assert find_checkpoints(tmp_path)[0].missing == "the removal of .incomplete"
 
 
-def test_checkpoints_without_a_step_that_is_known_are_named(tmp_path: Path) -> None:
+def test_checkpoints_without_a_step_that_is_known_are_named(tmp_path):
     known = tmp_path / "checkpoints" / "iter_0000100"
     touch(known / ".metadata", tmp_path / "checkpoints" / "gpt.nemo")
     touch(tmp_path / "final" / "config.json", tmp_path / "hf_iter100" / "rank0.bin")

@@ -47,7 +47,7 @@ def config_of(*words: str) -> Any:
         ("{now:{},next:{export.accuracy.enabled:true}}", "enabled is the same for all rows"),
     ],
 )
-def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str) -> None:
+def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str):
     (problem,) = problems_of_upgrade(config_of(f"++upgrade.rows={rows}"), ())
     assert reported in problem
 
@@ -61,7 +61,7 @@ def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str)
         ("{deploy.engine:vllm}", False),
     ],
 )
-def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept: bool) -> None:
+def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept: bool):
     common = "deploy.openai.port=9001"
     config = config_of(f"++upgrade.rows={{now:{keys}}}")
     found = command_lines_of_rows(config, ["action=upgrade", common, "deploy.drain_s=3"])
@@ -69,20 +69,20 @@ def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept:
     assert "deploy.drain_s=3" in found["now"]
 
 
-def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path: Path, capsys) -> None:
+def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path, capsys):
     rows = "upgrade.rows={now:{},next:{deploy.engin:vllm}}"
     assert main([*SAMPLE, rows, f"base_results_dir={tmp_path}"]) == 2
     assert "unknown key deploy.engin " in capsys.readouterr().err
 
 
-def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path: Path, capsys) -> None:
+def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path, capsys):
     words = ["upgrade.rows={now:{},next:{}}", "upgrade.gate.lambada_last_word=no harm"]
     assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
     assert "upgrade.gate.lambada_last_word" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
-def test_sections_of_a_row_may_be_nested(tmp_path: Path) -> None:
+def test_sections_of_a_row_may_be_nested(tmp_path):
     rows = "++upgrade.rows={now:{},next:{deploy:{engine:vllm,vllm:{quantization:fp8}}}}"
     words = [*SAMPLE, rows, f"base_results_dir={tmp_path}"]
     found = command_lines_of_rows(config_of(*words[3:]), words)
@@ -90,7 +90,7 @@ def test_sections_of_a_row_may_be_nested(tmp_path: Path) -> None:
     assert (config.deploy.engine, config.deploy.vllm) == ("vllm", {"quantization": "fp8"})
 
 
-def test_a_row_may_be_the_same_model_in_fp8(tmp_path: Path) -> None:
+def test_a_row_may_be_the_same_model_in_fp8(tmp_path):
     rows = "++upgrade.rows={source:{},fp8:{convert.fp8:block}}"
     words = [*SAMPLE, "convert.format=huggingface", rows, f"base_results_dir={tmp_path}"]
     config = config_of(*words[3:])
@@ -99,7 +99,7 @@ def test_a_row_may_be_the_same_model_in_fp8(tmp_path: Path) -> None:
     assert [cast(Any, each.config).convert.fp8 for each in found] == [None, "block"]
 
 
-def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
+def test_each_row_has_its_keys_and_a_folder(tmp_path):
     rows = f"upgrade.rows={{now:{{}},next:{{{TP}:4,deploy.command:[a b,'c={{port}}']}}}}"
     words = [*SAMPLE, f"++{rows}", f"base_results_dir={tmp_path}"]
     found = command_lines_of_rows(config_of(*words[3:]), words)
@@ -114,7 +114,7 @@ def test_each_row_has_its_keys_and_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def outcomes(tmp_path: Path, monkeypatch) -> list[Any]:
+def outcomes(tmp_path, monkeypatch) -> list[Any]:
     """Return two rows that have ended, the second of which says nothing that is right."""
     options = EvaluationOptions(
         output_dir="",
@@ -146,7 +146,7 @@ def decided(outcomes: list[Any], tmp_path: Path) -> int:
     return run_and_decide(config, outcomes, Console())
 
 
-def test_the_rows_are_judged_and_drawn(outcomes, tmp_path: Path, capsys) -> None:
+def test_the_rows_are_judged_and_drawn(outcomes, tmp_path, capsys):
     assert decided(outcomes, tmp_path) == 3
     assert "breached: next" in capsys.readouterr().out
     assert {each.name for each in (tmp_path / "page").iterdir()} == {
@@ -154,19 +154,19 @@ def test_the_rows_are_judged_and_drawn(outcomes, tmp_path: Path, capsys) -> None
     }  # fmt: skip
 
 
-def test_a_row_that_failed_is_not_judged_by_an_earlier_report(outcomes, tmp_path: Path) -> None:
+def test_a_row_that_failed_is_not_judged_by_an_earlier_report(outcomes, tmp_path):
     outcomes[1].status = 1
     assert decided(outcomes, tmp_path) == 4
 
 
-def test_nothing_is_decided_without_the_first_row(outcomes, tmp_path: Path, capsys) -> None:
+def test_nothing_is_decided_without_the_first_row(outcomes, tmp_path, capsys):
     outcomes[0].status = 1
     assert decided(outcomes, tmp_path) == 1
     assert "nothing is decided" in capsys.readouterr().out
     assert not (tmp_path / "page").exists()
 
 
-def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> None:
+def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path, capsys):
     outcomes[0].launcher.in_foreground = False
     outcomes[0].jobs = {"evaluate": None}
     assert decided(outcomes, tmp_path) == 0
@@ -182,7 +182,7 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path: Path, capsys) -> N
         "lambada_lastword.min=0.5",
     ],
 )
-def test_bounds_that_bound_nothing_are_refused(bound: str) -> None:
+def test_bounds_that_bound_nothing_are_refused(bound: str):
     config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{bound}")
     (problem,) = problems_of_upgrade(config, ())
     assert problem.startswith("upgrade.gate.lambada_last")
@@ -191,7 +191,7 @@ def test_bounds_that_bound_nothing_are_refused(bound: str) -> None:
 @pytest.mark.parametrize(
     "word", ["evaluate.output_dir=/tmp/one", "export.run.results_dir=/tmp/one", "deploy.keep=true"]
 )
-def test_rows_share_neither_a_folder_nor_a_server(word: str, tmp_path: Path, capsys) -> None:
+def test_rows_share_neither_a_folder_nor_a_server(word: str, tmp_path, capsys):
     words = ["upgrade.rows={now:{},next:{}}", word]
     assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
     assert f"{word} " in capsys.readouterr().err.replace(":", " ")

@@ -37,7 +37,7 @@ SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     folder = tmp_path / "a run's" / "checkpoints"
     folder.mkdir(parents=True)
     return folder
@@ -66,9 +66,7 @@ def watch(tmp_path: Path, *more: str) -> tuple[int, dict[int, Watched]]:
     return status, state.watched
 
 
-def test_checkpoints_are_converted_in_order_and_only_once(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_are_converted_in_order_and_only_once(tmp_path, run: Path, capsys):
     arrive(run, 20)
     arrive(run, 10)
     status, watched = watch(tmp_path, "watch.keep=0", "watch.parallel=2")
@@ -86,8 +84,8 @@ def test_checkpoints_are_converted_in_order_and_only_once(
 
 
 def test_a_run_that_does_not_exist_yet_is_named_and_a_place_for_results_that_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     assert main(words(tmp_path, "watch.idle_s=0.1")) == 1
     shown = capsys.readouterr().out
     assert f"watching {tmp_path}/a run's, which does not exist yet; " in shown
@@ -97,7 +95,7 @@ def test_a_run_that_does_not_exist_yet_is_named_and_a_place_for_results_that_is_
     assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in capsys.readouterr().err
 
 
-def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path: Path, run: Path) -> None:
+def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run: Path):
     torn = arrive(run, 10)
     torn.write_bytes(torn.read_bytes()[:3_000_000])
     arrive(run, 20)
@@ -115,8 +113,8 @@ def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path: Path, run: Path)
 
 
 def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, run: Path, monkeypatch, capsys
+):
     looks = itertools.count()
 
     def find(folder: Path) -> list[TrainedCheckpoint]:
@@ -135,9 +133,7 @@ def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
     assert capsys.readouterr().out.count(trouble) == 1
 
 
-def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
-    tmp_path: Path, run: Path
-) -> None:
+def test_failed_pipelines_are_started_again_a_bounded_number_of_times(tmp_path, run: Path):
     arrive(run, 10)
     status, watched = watch(tmp_path, "+env_vars.PYTHONHOME=/nowhere", "watch.retries=1")
     assert status == 1
@@ -152,8 +148,8 @@ def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
     ],
 )
 def test_a_pipeline_that_a_user_cancels_is_not_started_again(
-    tmp_path: Path, jobs: dict[str, str], state: str
-) -> None:
+    tmp_path, jobs: dict[str, str], state: str
+):
     """Unless another watch had begun it, or a job of it has failed."""
     config = compose_config(words(tmp_path, "cluster=bcm", "cluster_type=bcm")).config
     assert config is not None
@@ -171,9 +167,7 @@ def test_a_pipeline_that_a_user_cancels_is_not_started_again(
 
 
 @pytest.mark.soak
-def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
-    tmp_path: Path, run: Path, soak: int
-) -> None:
+def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(tmp_path, run: Path, soak: int):
     """A kill is not a failure of the pipeline: its attempt does not count."""
     moments, steps = random.Random(7), range(10, 10 + 20 * soak, 10)
     killed: set[str] = set()
@@ -203,9 +197,7 @@ def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
     )
 
 
-def test_a_pipeline_that_ended_unseen_is_taken_over(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_that_ended_unseen_is_taken_over(tmp_path, run: Path, capsys):
     """As by the last job of a watch that was killed: nothing is left to run."""
     checkpoint = arrive(run, 10)
     assert watch(tmp_path)[0] == 0
@@ -224,9 +216,7 @@ def test_a_pipeline_that_ended_unseen_is_taken_over(
     assert read_record(results / "convert" / RECORD_NAME) == job
 
 
-def test_a_first_job_that_is_refused_is_a_failed_attempt(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_job_that_is_refused_is_a_failed_attempt(tmp_path, run: Path, monkeypatch, capsys):
     def refuse(*_: Any, **__: Any) -> None:
         raise SubmissionError("another command has submitted convert in the meantime")
 
@@ -237,9 +227,7 @@ def test_a_first_job_that_is_refused_is_a_failed_attempt(
     assert "another command has submitted convert in the meantime" in watched[10].problem
 
 
-def test_wrong_configuration_is_refused_before_anything_is_waited_for(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_configuration_is_refused_before_anything_is_waited_for(tmp_path, run: Path, capsys):
     arrive(run, 10)
     assert main(words(tmp_path, "export.model.tensor_model_parallel_size=3")) == 2
     assert "export.model.tensor_model_parallel_size=3" in capsys.readouterr().err
@@ -255,16 +243,12 @@ def test_wrong_configuration_is_refused_before_anything_is_waited_for(
         "deploy.keep=true",
     ],
 )  # fmt: skip
-def test_a_setting_that_cannot_hold_for_every_checkpoint_is_refused(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_that_cannot_hold_for_every_checkpoint_is_refused(word: str, tmp_path, capsys):
     assert main(words(tmp_path, word)) == 2
     assert f"  - {word}" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_what_is_there_and_starts_nothing(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_shows_what_is_there_and_starts_nothing(tmp_path, run: Path, capsys):
     arrive(run, 10)
     assert main(words(tmp_path, "dry_run=true")) == 0
     assert "10    waiting" in capsys.readouterr().out
@@ -328,8 +312,8 @@ def for_one(config: Config, words: Sequence[str]) -> tuple[Config, dict[str, str
 
 
 def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, run: Path, monkeypatch
+):
     steps = range(0, 1000, 10)
     for step in steps:
         (run / f"checkpoint-{step}").mkdir()
@@ -395,9 +379,7 @@ class ServedRun(FakeRun):
             self.note("deploy", "completed")
 
 
-def test_each_of_the_pipelines_at_a_time_keeps_one_server(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_the_pipelines_at_a_time_keeps_one_server(tmp_path, run: Path, monkeypatch):
     """One whose server ends begins with another; the checkpoint has lost no attempt by that."""
     for step in range(7):
         (run / f"checkpoint-{step}").mkdir()
@@ -452,8 +434,8 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(
     ],
 )
 def test_a_pipeline_without_an_evaluation_has_failed(
-    tmp_path: Path, jobs: list[str], records: dict[str, str], problem: str
-) -> None:
+    tmp_path, jobs: list[str], records: dict[str, str], problem: str
+):
     """With `watch.exchange` its server may stay, but not if nothing follows it."""
     config = compose_config(words(tmp_path, "watch.retries=0")).config
     assert config is not None
@@ -469,7 +451,7 @@ def test_a_pipeline_without_an_evaluation_has_failed(
     assert problem in each.problem
 
 
-def test_a_report_that_somebody_has_changed_is_a_failed_attempt(tmp_path: Path) -> None:
+def test_a_report_that_somebody_has_changed_is_a_failed_attempt(tmp_path):
     config = compose_config(words(tmp_path, "watch.retries=0")).config
     assert config is not None
     watch = Watch(config, (), compose_config, Console())
@@ -481,9 +463,7 @@ def test_a_report_that_somebody_has_changed_is_a_failed_attempt(tmp_path: Path) 
     assert "report.json is not a JSON object" in each.problem
 
 
-def test_servers_are_kept_only_where_others_may_ask_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_are_kept_only_where_others_may_ask_them(tmp_path, capsys):
     assert main(words(tmp_path, "watch.exchange=true", "deploy.server=tritonserver")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "watch.exchange=true needs deploy in stages and evaluate in stages;" in said
@@ -491,7 +471,7 @@ def test_servers_are_kept_only_where_others_may_ask_them(
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", 0), ("newest", 20)])
-def test_the_order_of_checkpoints_is_chosen(tmp_path: Path, order: str, first: int) -> None:
+def test_the_order_of_checkpoints_is_chosen(tmp_path, order: str, first: int):
     config = compose_config(words(tmp_path, f"watch.order={order}")).config
     assert config is not None
     watch = Watch(config, (), compose_config, Console())
@@ -517,7 +497,7 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
     return made.state
 
 
-def test_a_figure_that_no_report_has_is_named_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_figure_that_no_report_has_is_named_and_ends_nothing(tmp_path):
     state = judged(tmp_path, [0.2], "watch.metric=accc")
     assert state.watched[0].verdict == "watch.metric=accc is not one of its figures: acc"
     assert state.best is None
@@ -525,8 +505,8 @@ def test_a_figure_that_no_report_has_is_named_and_ends_nothing(tmp_path: Path) -
 
 @pytest.mark.parametrize(("higher", "best"), [(True, 1), (False, 0)])
 def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
-    tmp_path: Path, higher: bool, best: int
-) -> None:
+    tmp_path, higher: bool, best: int
+):
     state = judged(tmp_path, [0.2, 0.5, 0.4, 0.95], higher_is_better=higher)
     assert state.best == best
     named = json.loads(next(tmp_path.rglob("best.json")).read_text())
@@ -535,7 +515,7 @@ def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
     assert [path.is_dir() for path in kept] == [step == (3 if higher else 0) for step in range(4)]
 
 
-def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path: Path, run: Path) -> None:
+def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path, run: Path):
     """The state of a watch may be another one's: of a copied folder, or made by hand."""
     victim = tmp_path / "victim" / "model_repo"
     victim.mkdir(parents=True)
@@ -564,8 +544,8 @@ def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path: Path, ru
     ],
 )
 def test_the_best_is_the_better_by_the_first_figure_that_differs(
-    tmp_path: Path, gated: tuple[str, ...], words: list[str], best: int
-) -> None:
+    tmp_path, gated: tuple[str, ...], words: list[str], best: int
+):
     state = judged(tmp_path, [], *words)
     state.gated = gated
     for step, (acc, ppl) in enumerate([(0.1, 98.0), (0.2, 74.0), (0.1, 71.0)]):
@@ -580,7 +560,7 @@ def test_the_best_is_the_better_by_the_first_figure_that_differs(
     assert state.best == best
 
 
-def test_best_that_is_none_of_the_checkpoints_is_forgotten(tmp_path: Path) -> None:
+def test_best_that_is_none_of_the_checkpoints_is_forgotten(tmp_path):
     saved = {"run": str(tmp_path), "best": 5, "watched": [], "held": {}}
     (tmp_path / "watch.json").write_text(json.dumps(saved))
     state = WatchState(WatchSection(str(tmp_path)), tmp_path)

@@ -61,7 +61,7 @@ def typed(text: str) -> Any:
     return read_override(f"key={text}").value()
 
 
-def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
+def test_every_wrong_value_of_every_key_is_refused_by_its_name():
     # `cluster_type` is translated before anything is composed: see test_arguments.
     wrong = {name: list(wrong_values(key)) for name, key in KEYS.items() if name != "cluster_type"}
     for name in (key.name for key in KEYS.values() if key.form is not None):
@@ -99,7 +99,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
         max_size=40,
     )
 )
-def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]) -> None:
+def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]):
     typed = [f"{name}={value}" for name, value in words]
     arguments = read_arguments(typed)
     problems = [*arguments.problems, *compose_config(arguments.overrides).problems]
@@ -115,6 +115,6 @@ def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]) 
         ("stages='[deploy]'", "write 'stages=[deploy]'"),
     ],
 )
-def test_a_value_of_another_shape_is_refused_with_the_remedy(word: str, remedy: str) -> None:
+def test_a_value_of_another_shape_is_refused_with_the_remedy(word: str, remedy: str):
     (problem,) = compose_config([word]).problems
     assert remedy in problem

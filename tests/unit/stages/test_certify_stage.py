@@ -29,7 +29,7 @@ def stage(source: Path, folder: Path, output: Path, **options: Any) -> CertifySt
     return CertifyStage(job, options=section, source=source, folder=folder, from_convert=False)
 
 
-def test_sound_folder_is_finished_and_not_done_again(tmp_path: Path) -> None:
+def test_sound_folder_is_finished_and_not_done_again(tmp_path):
     source = write_model("llama", tmp_path / "source")
     folder = shutil.copytree(source, tmp_path / "folder")
     own = stage(source, folder, tmp_path / "out")
@@ -42,7 +42,7 @@ def test_sound_folder_is_finished_and_not_done_again(tmp_path: Path) -> None:
     assert again.finding().changes
 
 
-def test_difference_ends_the_stage_with_the_verdict(tmp_path: Path) -> None:
+def test_difference_ends_the_stage_with_the_verdict(tmp_path):
     source = write_model("llama", tmp_path / "source")
     folder = shutil.copytree(source, tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())
@@ -53,9 +53,7 @@ def test_difference_ends_the_stage_with_the_verdict(tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
 
 
-def test_server_of_what_is_exported_is_asked_and_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_of_what_is_exported_is_asked_and_ended(tmp_path, monkeypatch):
     asked: list[CertifySection] = []
     running: list[str] = []
 
@@ -80,7 +78,7 @@ def test_server_of_what_is_exported_is_asked_and_ended(
     assert (running, asked[0].endpoint, asked[0].model) == ([], "node:8001", "fastertransformer")
 
 
-def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
+def test_what_is_missing_is_named_before_the_start(tmp_path):
     own = stage(tmp_path / "a", tmp_path / "b", tmp_path, training=str(tmp_path / "c"))
     found = "\n".join(own.check())
     for key in ("certify.folder", "certify.source", "certify.training", "certify.endpoint"):
@@ -98,8 +96,6 @@ def test_what_is_missing_is_named_before_the_start(tmp_path: Path) -> None:
         ({"token_file": "/nope"}, "certify.token_file "),
     ],
 )
-def test_server_that_cannot_be_asked_is_refused(
-    tmp_path: Path, options: dict[str, Any], key: str
-) -> None:
+def test_server_that_cannot_be_asked_is_refused(tmp_path, options: dict[str, Any], key: str):
     (problem,) = stage(tmp_path, tmp_path, tmp_path, **options).check()
     assert problem.startswith(key)

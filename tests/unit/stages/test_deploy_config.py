@@ -14,12 +14,12 @@ from stages.deploy_config import DeployConfig, DeploySection
 from stages.serving import server_environment, server_prefix
 
 
-def test_folder_is_no_place_in_a_store() -> None:
+def test_folder_is_no_place_in_a_store():
     assert DeploySection().store is None
     assert DeploySection(repository="/repository").store is None
 
 
-def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path: Path) -> None:
+def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path):
     config = DeployConfig(
         folder=tmp_path,
         model_name="m",
@@ -33,7 +33,7 @@ def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path: Path) -> Non
     "repository",
     ["s3://user:hunter2@bucket/a", "s3://http://user:hunter2@store:9000/bucket/a"],
 )
-def test_password_in_an_address_is_refused_and_not_repeated(repository: str) -> None:
+def test_password_in_an_address_is_refused_and_not_repeated(repository: str):
     with pytest.raises(ValueError, match=r"deploy\.repository") as caught:
         _ = DeploySection(repository=repository).store
     assert "hunter2" not in str(caught.value)
@@ -49,8 +49,8 @@ def test_password_in_an_address_is_refused_and_not_repeated(repository: str) -> 
     ],
 )
 def test_mpirun_starts_the_server_where_it_can_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], prefix: tuple[str]
-) -> None:
+    tmp_path, monkeypatch, programs: tuple[str, ...], prefix: tuple[str]
+):
     for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name in programs:
@@ -68,7 +68,7 @@ def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> Depl
     return DeployStage(JobSettings("deploy", folder, resources), config)
 
 
-def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> None:
+def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path):
     config = DeployConfig(folder=tmp_path, model_name="m")
     (problem,) = stage_of(config, tmp_path, limit_min=1).check()
     assert problem.startswith(
@@ -91,8 +91,8 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
     ],
 )
 def test_the_chain_of_jobs_is_told_beforehand(
-    tmp_path: Path, uptime_s: float, handover_s: float | None, said: str
-) -> None:
+    tmp_path, uptime_s: float, handover_s: float | None, said: str
+):
     config = DeployConfig(
         folder=tmp_path, model_name="m", uptime="7-00:00:00", uptime_s=uptime_s,
         handover_s=handover_s,
@@ -103,7 +103,7 @@ def test_the_chain_of_jobs_is_told_beforehand(
     assert stage.is_chained == ("chain" in said)
 
 
-def test_chain_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_chain_that_cannot_be_is_refused(tmp_path):
     def problems(**keys: Any) -> list[str]:
         config = DeployConfig(
             folder=tmp_path, model_name="m", uptime="1-00:00:00", uptime_s=86400.0, **keys
@@ -115,7 +115,7 @@ def test_chain_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])
-def test_what_is_neither_address_nor_host_is_refused(tmp_path: Path, host: str) -> None:
+def test_what_is_neither_address_nor_host_is_refused(tmp_path, host: str):
     (problem,) = stage_of(
         DeployConfig(folder=tmp_path, model_name="m", host=host), tmp_path
     ).check()
@@ -130,8 +130,8 @@ def test_what_is_neither_address_nor_host_is_refused(tmp_path: Path, host: str) 
     [("pytorch", 2, False), ("fastertransformer", 1, False), ("fastertransformer", 2, True)],
 )
 def test_restarts_that_cannot_be_are_reported_beforehand(
-    tmp_path: Path, engine: str, nodes: int, is_told: bool
-) -> None:
+    tmp_path, engine: str, nodes: int, is_told: bool
+):
     config = DeployConfig(
         folder=tmp_path, model_name="m", engine=engine, nodes=nodes, max_restarts=3
     )

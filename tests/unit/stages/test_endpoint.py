@@ -22,16 +22,14 @@ SERVER = ServerEndpoint(
 )
 
 
-def test_a_server_of_all_interfaces_is_named_by_its_node() -> None:
+def test_a_server_of_all_interfaces_is_named_by_its_node():
     server = replace(SERVER, host="node7")
     assert str(server) == "HTTP on node7:8000, gRPC on node7:8001"
     server = replace(SERVER, host="fd00::7")
     assert str(server) == "HTTP on [fd00::7]:8000, gRPC on [fd00::7]:8001"
 
 
-def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_is_published_meanwhile_is_not_withdrawn(tmp_path, monkeypatch):
     """A job of a chain ends while its successor takes over."""
     path, successor = tmp_path / ENDPOINT_NAME, replace(SERVER, job_id="8")
     publishing = threading.Thread(target=successor.publish, args=(path,))
@@ -50,20 +48,20 @@ def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
 
 
 @pytest.mark.parametrize("text", ["[1]", '"x"', '{"unknown": 1}', '{"host": '])
-def test_what_holds_no_address_is_named_as_damaged(tmp_path: Path, text: str) -> None:
+def test_what_holds_no_address_is_named_as_damaged(tmp_path, text: str):
     path = tmp_path / "endpoint.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DamagedFileError, match=r"endpoint\.json is damaged"):
         read_endpoint(path)
 
 
-def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+def test_keys_of_a_later_version_are_ignored(tmp_path):
     path = tmp_path / ENDPOINT_NAME
     write_json(path, {**asdict(SERVER), "grpc_web": 8005})
     assert read_endpoint(path) == SERVER
 
 
-def test_a_damaged_address_is_nobodys_and_is_withdrawn(tmp_path: Path) -> None:
+def test_a_damaged_address_is_nobodys_and_is_withdrawn(tmp_path):
     path = tmp_path / ENDPOINT_NAME
     assert published_by(path) == ""
     SERVER.publish(path)

@@ -12,7 +12,7 @@ from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
 from stages.server_starts import ServerStart
 
 
-def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
+def test_vllm_s_options_are_passed_on_as_it_names_them():
     options = {
         "dtype": "bfloat16",
         "enforce_eager": True,
@@ -52,7 +52,7 @@ def config(folder: Path, engine: str = OPENAI) -> DeployConfig:
     return replace(own, command=[sys.executable, "{model}", "{port}"])
 
 
-def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
+def test_a_good_configuration_has_no_problems(tmp_path):
     assert not [*check_deploy(config(tmp_path))]
     assert not [*check_deploy(replace(config(tmp_path, VLLM), serves_here=True))]
 
@@ -66,12 +66,12 @@ def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
         ({"folder": Path("/nowhere")}, "has no config.json"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(changes: dict[str, object], named: str, tmp_path):
     (problem,) = check_deploy(replace(config(tmp_path), **changes))  # type: ignore[arg-type]
     assert named in problem
 
 
-def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path: Path) -> None:
+def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path):
     spread = replace(config(tmp_path, VLLM), nodes=2, tp_size=8, pp_size=2)
     assert not [*check_deploy(spread)]
     start = ServerStart("7", 1, "[fd00::1]:29500")
@@ -82,20 +82,20 @@ def test_on_several_nodes_the_first_listens_and_the_others_join_it(tmp_path: Pat
     assert "--port" not in second.split()
 
 
-def test_options_of_vllm_that_other_keys_decide_are_refused(tmp_path: Path) -> None:
+def test_options_of_vllm_that_other_keys_decide_are_refused(tmp_path):
     given = {"tensor-parallel-size": 2, "max_num_seqs": 8}
     (problem,) = check_deploy(replace(config(tmp_path, VLLM), vllm=given))
     assert "deploy.vllm.tensor_parallel_size is decided by export.model.tensor_model" in problem
 
 
-def test_a_folder_from_elsewhere_keeps_its_own_data_type(tmp_path: Path) -> None:
+def test_a_folder_from_elsewhere_keeps_its_own_data_type(tmp_path):
     given = config(tmp_path, VLLM)
     assert "--dtype" not in given.command_line
     assert "--dtype" in replace(given, vllm={"dtype": "bfloat16"}).command_line
     assert "--dtype" in replace(given, repository=None).command_line
 
 
-def test_tokens_and_tls_of_a_given_command_are_its_own(tmp_path: Path) -> None:
+def test_tokens_and_tls_of_a_given_command_are_its_own(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{'a' * 30}\n{'b' * 30}\n")
     tokens.chmod(0o600)

@@ -43,13 +43,13 @@ def stage(tmp_path: Path, kind: str, **options: Any) -> ExportStage:
     ],
 )
 def test_models_follow_the_kind_of_checkpoint(
-    tmp_path: Path, kind: str, options: dict[str, Any], around: list[str]
-) -> None:
+    tmp_path, kind: str, options: dict[str, Any], around: list[str]
+):
     found = [path.parent.name for path in stage(tmp_path, kind, **options).outputs()]
     assert found == ["m", *around]
 
 
-def test_finished_export_runs_again_to_be_published(tmp_path: Path) -> None:
+def test_finished_export_runs_again_to_be_published(tmp_path):
     made = stage(tmp_path, "bert")
     made.outputs()[0].parent.mkdir()
     made.outputs()[0].touch()

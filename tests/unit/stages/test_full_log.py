@@ -7,10 +7,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from stages import job_process, service, step
 from stages.base import JobSettings
@@ -31,9 +28,7 @@ def full_log() -> Iterator[None]:
         yield
 
 
-def test_server_that_failed_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_failed_is_started_again(tmp_path, monkeypatch):
     servers: list[FakeServer] = []
 
     class Failing(FakeServer):
@@ -54,14 +49,14 @@ def test_server_that_failed_is_started_again(
     assert len(servers) == 2
 
 
-def test_output_of_a_step_is_read_to_its_end() -> None:
+def test_output_of_a_step_is_read_to_its_end():
     lines = "0: some words\n" * 1000 + "srun: error: n2: task 1: Exited with exit code 3\n"
     with full_log(), step._OutputReader(io.StringIO(lines)) as listener:
         pass
     assert listener.loss() == "rank 1 on n2 ended: Exited with exit code 3; its last lines:"
 
 
-def test_server_that_cannot_be_asked_to_end_is_ended_otherwise(tmp_path: Path) -> None:
+def test_server_that_cannot_be_asked_to_end_is_ended_otherwise(tmp_path):
     folder = tmp_path / "gone"  # in which no file can be made, either
     stage = DeployStage(
         JobSettings("deploy", folder), DeployConfig(folder=tmp_path, model_name="m")

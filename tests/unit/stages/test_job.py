@@ -1,7 +1,6 @@
 """The job of a stage: whose record it may write."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,9 +12,7 @@ from stages.job_process import OWNER_VARIABLE
 from stages.record import JobRecord, read_record, write_record
 
 
-def test_a_job_without_its_command_leaves_the_record_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_without_its_command_leaves_the_record_alone(tmp_path, monkeypatch):
     """The next command may have announced a job of its own there."""
     announced = JobRecord("", "convert", "convert", "submitted")
     write_record(tmp_path / "job.json", announced)

@@ -24,7 +24,7 @@ from stages.node_layout import place
 )
 def test_placement_is_the_one_of_the_guide(
     tp_size: int, pp_size: int, nodes: int, devices: str | None
-) -> None:
+):
     found = place(tp_size=tp_size, pp_size=pp_size, gpus_per_node=8)
     assert (found.nodes, found.visible_devices) == (nodes, devices)
     assert found.nodes * found.gpus_per_node == tp_size * pp_size
@@ -36,17 +36,17 @@ def test_placement_is_the_one_of_the_guide(
 )
 def test_ranks_are_spread_evenly_over_the_fewest_nodes(
     tp_size: int, pp_size: int, on: int, expected: tuple[int, int]
-) -> None:
+):
     found = place(tp_size=tp_size, pp_size=pp_size, gpus_per_node=on)
     assert (found.nodes, found.gpus_per_node) == expected
 
 
-def test_ranks_that_cannot_be_divided_are_refused_with_their_keys() -> None:
+def test_ranks_that_cannot_be_divided_are_refused_with_their_keys():
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size=11 x .*=1 asks for 11 GPUs"):
         place(tp_size=11, pp_size=1, gpus_per_node=8)
 
 
-def test_instances_take_groups_of_one_node_and_share_them_when_there_are_more() -> None:
+def test_instances_take_groups_of_one_node_and_share_them_when_there_are_more():
     found = place(tp_size=2, pp_size=1, gpus_per_node=8, instance_count=3)
     assert (found.nodes, found.gpus_per_node, found.visible_devices) == (1, 6, "0,1,2,3,4,5")
     assert found.warning is None
@@ -57,7 +57,7 @@ def test_instances_take_groups_of_one_node_and_share_them_when_there_are_more() 
         place(tp_size=8, pp_size=2, gpus_per_node=8, instance_count=2)
 
 
-def test_layers_that_are_shared_across_nodes_are_warned_about() -> None:
+def test_layers_that_are_shared_across_nodes_are_warned_about():
     assert place(tp_size=4, pp_size=3, gpus_per_node=8).warning is not None
     assert place(tp_size=8, pp_size=2, gpus_per_node=8).warning is None
     assert place(tp_size=2, pp_size=3, gpus_per_node=8).warning is None

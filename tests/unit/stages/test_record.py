@@ -25,7 +25,7 @@ from stages.record import (
 )
 
 
-def test_correction_is_kept(tmp_path: Path) -> None:
+def test_correction_is_kept(tmp_path):
     path = tmp_path / "job.json"
     found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
     write_record(path, found)
@@ -36,7 +36,7 @@ def test_correction_is_kept(tmp_path: Path) -> None:
     assert exchange_record(path, None, found) == read_record(path) == found
 
 
-def test_a_correction_never_replaces_what_a_job_has_noted_since(tmp_path: Path) -> None:
+def test_a_correction_never_replaces_what_a_job_has_noted_since(tmp_path):
     path = tmp_path / "job.json"
     found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
     done = replace(found, state=COMPLETED)
@@ -49,7 +49,7 @@ def test_a_correction_never_replaces_what_a_job_has_noted_since(tmp_path: Path) 
     assert not path.exists()
 
 
-def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Path) -> None:
+def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path):
     path = tmp_path / "job.json"
     found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
     write_record(path, found)
@@ -61,7 +61,7 @@ def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["", "{", "\0\0", "\xff", "{}", "[]", "7", '{"outputs": 3}'])
-def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+def test_damaged_record_is_named(tmp_path, text: str):
     path = tmp_path / "job.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); restore a copy, or"):
@@ -73,9 +73,7 @@ def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     ("key", "value"),
     [("log", 5), ("job_id", None), ("seconds", "x"), ("process", "7"), ("summary", [1])],
 )
-def test_record_with_a_value_of_another_type_is_named(
-    tmp_path: Path, key: str, value: object
-) -> None:
+def test_record_with_a_value_of_another_type_is_named(tmp_path, key: str, value: object):
     path = tmp_path / "job.json"
     write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": "x", key: value})
     with pytest.raises(DamagedFileError, match=rf"\({key}: Input .*; expected the record of a job"):
@@ -91,14 +89,14 @@ def test_record_with_a_value_of_another_type_is_named(
         {"submitted_at": "2026-01-01T00:00:00"},
     ],
 )
-def test_record_with_what_no_job_has_is_damaged(tmp_path: Path, wrong: dict[str, str]) -> None:
+def test_record_with_what_no_job_has_is_damaged(tmp_path, wrong: dict[str, str]):
     path = tmp_path / "job.json"
     write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": RUNNING, **wrong})
     with pytest.raises(DamagedFileError, match=next(iter(wrong.values()))):
         read_record(path)
 
 
-def test_whole_seconds_are_a_time(tmp_path: Path) -> None:
+def test_whole_seconds_are_a_time(tmp_path):
     path = tmp_path / "job.json"
     record = JobRecord(job_id="7", stage="deploy", name="d", state=LOST, seconds=5)
     write_record(path, record)
@@ -106,16 +104,14 @@ def test_whole_seconds_are_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(10)
-def test_pipe_in_place_of_a_record_keeps_no_reader_waiting(tmp_path: Path) -> None:
+def test_pipe_in_place_of_a_record_keeps_no_reader_waiting(tmp_path):
     path = tmp_path / "job.json"
     os.mkfifo(path)
     with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(it is not a file;"):
         read_record(path)
 
 
-def test_end_of_a_job_is_recorded_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_a_job_is_recorded_on_a_full_disk(tmp_path, monkeypatch):
     def full(path: Path, content: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -62,7 +62,7 @@ time.sleep(600)
 """
 
 
-def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Path) -> None:
+def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path):
     with taking_part(tmp_path, STAYS) as reported:
         first = announce_start(tmp_path, "7", 1)
         until(lambda: len(reported()) == 1)
@@ -74,7 +74,7 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
         assert not Path(f"/proc/{line.split()[1]}").exists()
 
 
-def test_a_command_that_is_stopped_makes_way_for_the_next_start_at_once(tmp_path: Path) -> None:
+def test_a_command_that_is_stopped_makes_way_for_the_next_start_at_once(tmp_path):
     ended = tmp_path / "ended"
     # Only SIGTERM, which reaches a stopped process once it is resumed, makes it write.
     script = f"""
@@ -93,7 +93,7 @@ signal.signal(signal.SIGTERM, end)
         assert ended.exists()
 
 
-def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
+def test_announcements_of_another_job_are_ignored(tmp_path):
     ServerStart("6", 0).announce(tmp_path)
     assert read_start(tmp_path, "7") is None
     with taking_part(tmp_path, STAYS) as reported:
@@ -102,9 +102,7 @@ def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_end", [True, False])
-def test_announcements_from_before_a_requeue_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_end: bool
-) -> None:
+def test_announcements_from_before_a_requeue_are_ignored(tmp_path, monkeypatch, is_end: bool):
     if is_end:
         ServerStart("7", 0).announce(tmp_path)
     else:
@@ -119,9 +117,7 @@ def test_announcements_from_before_a_requeue_are_ignored(
 @pytest.mark.parametrize(
     ("number", "name"), [(9, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")]
 )
-def test_a_part_that_is_killed_leaves_word_of_it(
-    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_is_killed_leaves_word_of_it(number: int, name: str, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)

@@ -74,9 +74,7 @@ def new_service(folder: Path, config: DeployConfig) -> service.Service:
     return service.Service(config, folder, Progress(), until=time.monotonic() + 600)
 
 
-def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(tmp_path, monkeypatch):
     class Loading(FakeServer):
         def reload(self, *, check: Callable[[], None], **_: Any) -> None:
             (tmp_path / STOP_NAME).touch()
@@ -97,8 +95,8 @@ def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(
 
 @pytest.mark.parametrize(("steady_s", "starts"), [(600.0, 3), (0.0, 8)])
 def test_failures_before_sound_service_are_forgotten(
-    steady_s: float, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    steady_s: float, starts: int, tmp_path, monkeypatch
+):
     servers: list[FakeServer] = []
 
     class Failing(FakeServer):
@@ -124,9 +122,7 @@ def test_failures_before_sound_service_are_forgotten(
     assert len(servers) == starts
 
 
-def test_server_with_a_successor_stays_for_those_who_still_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_with_a_successor_stays_for_those_who_still_use_it(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     endpoint = tmp_path / ENDPOINT_NAME
     server = FakeServer(tmp_path / "log")
@@ -152,9 +148,7 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
     assert (tmp_path / STOP_NAME).exists()
 
 
-def test_server_stays_where_a_damaged_repository_stops_a_reload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_server_stays_where_a_damaged_repository_stops_a_reload(tmp_path, monkeypatch, capsys):
     class Loading(FakeServer):
         def reload(self, **options: Any) -> None:
             assert not options["exchanges"]
@@ -177,8 +171,8 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fails: bool, tmp_path, monkeypatch
+):
     """A server that does not take them is started again with them: no failure of its own."""
     asked: list[tuple[str, bool]] = []
     served: list[Path] = []
@@ -218,8 +212,8 @@ def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
 
 
 def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     server, publications = FakeServer(tmp_path / "log"), itertools.count(1)
 
     def start() -> FakeServer:
@@ -242,8 +236,8 @@ def test_server_that_loaded_anew_stays_where_a_full_disk_takes_no_address(
 
 
 def test_restarted_server_serves_on_a_full_disk_and_publishes_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     full = OSError(28, "No space left on device")
     starts, publications = itertools.count(1), itertools.count(1)
 
@@ -276,15 +270,15 @@ def test_restarted_server_serves_on_a_full_disk_and_publishes_once_there_is_room
     assert (next(starts), next(publications)) == (4, 5)
 
 
-def test_progress_that_cannot_be_written_ends_no_work(tmp_path: Path) -> None:
+def test_progress_that_cannot_be_written_ends_no_work(tmp_path):
     (tmp_path / "file").touch()
     Progress(tmp_path / "file" / "progress.json").update("serving")
 
 
 @pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7\n", True)])
 def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_job: str, ends: bool
-) -> None:
+    tmp_path, monkeypatch, for_job: str, ends: bool
+):
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     serves = ServerEndpoint("here", 1, 2, 3, "m", None, "6", 1, 1, "now")
     write_json(tmp_path / ENDPOINT_NAME, asdict(serves))
@@ -297,8 +291,8 @@ def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("uptime_s", [None, 9e9])
 def test_what_is_no_request_and_no_address_ends_no_server(
-    uptime_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    uptime_s: float | None, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     server, looks = FakeServer(tmp_path / "log"), itertools.count()
 
@@ -323,9 +317,7 @@ def test_what_is_no_request_and_no_address_ends_no_server(
     assert not (tmp_path / ENDPOINT_NAME).exists()
 
 
-def test_pause_before_the_next_of_very_many_starts_has_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pause_before_the_next_of_very_many_starts_has_a_limit(tmp_path, monkeypatch):
     (tmp_path / STOP_NAME).touch()
     config = DeployConfig(
         folder=tmp_path, model_name="m", max_restarts=5000, restart_backoff_s=0.001
@@ -340,8 +332,8 @@ def test_pause_before_the_next_of_very_many_starts_has_a_limit(
 
 @pytest.mark.parametrize(("failure", "ended"), [("", "no longer needed"), ("lost", "stopped")])
 def test_signal_while_a_server_stops_makes_no_other_end_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, ended: str
-) -> None:
+    tmp_path, monkeypatch, failure: str, ended: str
+):
     class Server(FakeServer):
         def failure(self) -> str | None:  # type: ignore[override]
             return failure or None

@@ -41,7 +41,7 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(tmp_path, monkeypatch) -> Server:
     folder = tmp_path / "deploy"
     folder.mkdir()
     made = Server(folder)
@@ -78,7 +78,7 @@ def asked(tmp_path: Path, server: Server, **changes: Any) -> Iterator[EvaluateSt
         yield stage
 
 
-def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path: Path, server: Server) -> None:
+def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path, server: Server):
     server.publish(OTHERS)
     request = server.folder / RELOAD_NAME
 
@@ -100,7 +100,7 @@ def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path: Path, server:
 
 
 @pytest.mark.parametrize("later", ["other", "nothing", ""])
-def test_answers_of_other_weights_are_no_report(tmp_path: Path, server: Server, later: str) -> None:
+def test_answers_of_other_weights_are_no_report(tmp_path, server: Server, later: str):
     server.publish(MINE)
     server.says = ["mine", later]
     with pytest.raises(NotEvaluatedError, match=r"this run's are mine"), asked(tmp_path, server):
@@ -108,7 +108,7 @@ def test_answers_of_other_weights_are_no_report(tmp_path: Path, server: Server, 
     assert not (tmp_path / "report" / "report.json").exists()
 
 
-def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path: Path, server: Server) -> None:
+def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path, server: Server):
     server.publish(MINE)
     with pytest.raises(StageError, match="breached"), asked(tmp_path, server):
         raise StageError("breached", exit_code=3)
@@ -121,9 +121,7 @@ def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path: Path, server: 
     assert not (tmp_path / "report" / "report.json").exists()
 
 
-def test_a_server_that_another_evaluation_asks_is_left_alone(
-    tmp_path: Path, server: Server
-) -> None:
+def test_a_server_that_another_evaluation_asks_is_left_alone(tmp_path, server: Server):
     server.publish(OTHERS)
     with (
         folder_lock(server.folder / ".in_use.lock", "busy"),
@@ -134,9 +132,7 @@ def test_a_server_that_another_evaluation_asks_is_left_alone(
     assert not (server.folder / RELOAD_NAME).exists()
 
 
-def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(
-    tmp_path: Path, server: Server
-) -> None:
+def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(tmp_path, server: Server):
     server.publish(OTHERS)
     text = r"has not loaded .*/mine within deploy\.ready_timeout_s=0\.1 s"
     with (
@@ -157,7 +153,7 @@ def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(
 )
 def test_servers_whose_weights_cannot_be_exchanged_are_refused_by_name(
     changes: dict[str, Any], text: str
-) -> None:
+):
     (problem,) = problems_of_exchange(DeployConfig(folder=Path(), model_name="m", **changes))
     assert problem.startswith(text)
     assert problem.endswith("use deploy.server=slipway on one node, or watch.exchange=false.")

@@ -64,7 +64,7 @@ class CopyStage(Stage):
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> CopyStage:
+def stage(tmp_path) -> CopyStage:
     source = tmp_path / "source.txt"
     source.write_text("one")
     return CopyStage(JobSettings("copy", tmp_path / "copy"), source)
@@ -81,13 +81,13 @@ def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any)
     return EvaluateStage(job, options, server(tmp_path), **changes)
 
 
-def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:
+def test_stages_can_be_pickled(stage: CopyStage, tmp_path):
     for each in (evaluation(tmp_path), DeployStage(stage.job, server(tmp_path))):
         again = pickle.loads(pickle.dumps(each))
         assert again.identity() == each.identity()
 
 
-def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage) -> None:
+def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage):
     assert stage.finding().marker is None
     summary = stage()
     assert stage.finding().marker is not None
@@ -96,7 +96,7 @@ def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage) -> No
     assert summary == {"size_bytes": 3}
 
 
-def test_other_configuration_is_named_with_both_values(stage: CopyStage) -> None:
+def test_other_configuration_is_named_with_both_values(stage: CopyStage):
     stage()
     stage.mode = "fancy"
     finding = stage.finding()
@@ -105,16 +105,14 @@ def test_other_configuration_is_named_with_both_values(stage: CopyStage) -> None
     assert str(stage.target) in finding.problems[0]
 
 
-def test_changed_input_makes_unguarded_work_missing(stage: CopyStage) -> None:
+def test_changed_input_makes_unguarded_work_missing(stage: CopyStage):
     stage()
     stage.source.write_text("another")
     assert stage.finding().marker is None
     assert stage.finding().changes == (f"{stage.source} has changed since",)
 
 
-def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(
-    stage: CopyStage, tmp_path: Path
-) -> None:
+def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage: CopyStage, tmp_path):
     stage.source = tmp_path / "folder"
     stage.source.mkdir()
     for name, seconds in (("weights", 20), ("tokenizer", 30)):
@@ -127,9 +125,7 @@ def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(
     assert stage.finding().changes == (f"{stage.source} has changed since",)
 
 
-def test_changed_input_of_guarded_work_is_a_conflict(
-    stage: CopyStage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_input_of_guarded_work_is_a_conflict(stage: CopyStage, monkeypatch):
     stage()
     stage.source.write_text("another")
     monkeypatch.setattr(CopyStage, "guards_inputs", True)
@@ -141,21 +137,21 @@ NO_INPUTS = '{"finished_at": "now", "identity": {}, "inputs": 5, "summary": {}}'
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", NO_INPUTS])
-def test_marker_that_is_damaged_is_named(stage: CopyStage, text: str) -> None:
+def test_marker_that_is_damaged_is_named(stage: CopyStage, text: str):
     stage()
     stage.marker_path().write_text(text)
     with pytest.raises(DamagedFileError, match=r"target\.json is damaged"):
         stage.finding()
 
 
-def test_marker_is_written_last(stage: CopyStage) -> None:
+def test_marker_is_written_last(stage: CopyStage):
     stage.source.unlink()
     with pytest.raises(StageError):
         stage()
     assert not stage.marker_path().exists()
 
 
-def test_progress_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_progress_is_read_whole_or_not_at_all(tmp_path):
     path = tmp_path / "progress.json"
     assert read_progress(path).phase == ""
     Progress(path).update("loading", done=1, total=2)
@@ -163,7 +159,7 @@ def test_progress_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
 
 
-def test_record_of_another_job_is_left_alone(tmp_path: Path) -> None:
+def test_record_of_another_job_is_left_alone(tmp_path):
     path = tmp_path / "job.json"
     write_record(path, JobRecord("2", "copy", "copy", "running"))
     assert update_record(path, "1", state="failed") is None
@@ -173,7 +169,7 @@ def test_record_of_another_job_is_left_alone(tmp_path: Path) -> None:
     assert found.state == "completed"
 
 
-def test_record_from_a_newer_version_can_be_read(tmp_path: Path) -> None:
+def test_record_from_a_newer_version_can_be_read(tmp_path):
     values = {"job_id": "1", "stage": "s", "name": "n", "state": "running", "colour": "blue"}
     write_json(tmp_path / "job.json", values)
     found = read_record(tmp_path / "job.json")
@@ -181,12 +177,12 @@ def test_record_from_a_newer_version_can_be_read(tmp_path: Path) -> None:
     assert found.state == "running"
 
 
-def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage: CopyStage) -> None:
+def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage: CopyStage):
     step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     assert run_in_step(stage, step, folder=stage.job.folder / "step") == {"size_bytes": 3}
 
 
-def test_failure_inside_a_step_keeps_its_words(stage: CopyStage) -> None:
+def test_failure_inside_a_step_keeps_its_words(stage: CopyStage):
     stage.source.unlink()
     step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     with pytest.raises(StageError, match=r"source\.txt is gone") as caught:
@@ -194,7 +190,7 @@ def test_failure_inside_a_step_keeps_its_words(stage: CopyStage) -> None:
     assert caught.value.summary == {"tried": 1}
 
 
-def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
+def test_step_without_a_result_names_its_command(stage: CopyStage):
     with pytest.raises(StageError, match=r"ended with status 1 and without a result.*false"):
         run_in_step(stage, JobStep(("false",)), folder=stage.job.folder / "step")
 
@@ -219,38 +215,34 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
         ),
     ],
 )
-def test_server_configuration_is_checked(
-    tmp_path: Path, changes: dict[str, Any], text: str
-) -> None:
+def test_server_configuration_is_checked(tmp_path, changes: dict[str, Any], text: str):
     (problem,) = check_deploy(server(tmp_path, **changes))
     assert text in problem
 
 
-def test_repository_from_elsewhere_needs_no_more_than_a_model(tmp_path: Path) -> None:
+def test_repository_from_elsewhere_needs_no_more_than_a_model(tmp_path):
     (tmp_path / "any").mkdir()
     (tmp_path / "any" / "config.pbtxt").touch()
     assert not [*check_deploy(server(tmp_path, repository="there"))]
 
 
-def test_free_ports_may_be_asked_for_three_times(tmp_path: Path) -> None:
+def test_free_ports_may_be_asked_for_three_times(tmp_path):
     assert not [*check_deploy(server(tmp_path, http_port=0, grpc_port=0, metrics_port=0))]
 
 
-def test_server_is_never_finished_earlier(tmp_path: Path) -> None:
+def test_server_is_never_finished_earlier(tmp_path):
     stage = DeployStage(JobSettings("deploy", tmp_path), server(tmp_path))
     assert stage.finding().marker is None
 
 
 @pytest.mark.parametrize("text", ["here", "host:", ":80", "host:99999", "http://host:80x"])
-def test_address_of_a_server_has_a_host_and_a_port(tmp_path: Path, text: str) -> None:
+def test_address_of_a_server_has_a_host_and_a_port(tmp_path, text: str):
     (problem,) = [each for each in evaluation(tmp_path, server_url=text).check() if text in each]
     assert "write host:port" in problem
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_evaluation_waits_for_the_published_address_only_so_long(
-    tmp_path: Path, is_stale: bool
-) -> None:
+def test_evaluation_waits_for_the_published_address_only_so_long(tmp_path, is_stale: bool):
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
     if is_stale:
         write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "running"))
@@ -263,14 +255,14 @@ def test_evaluation_waits_for_the_published_address_only_so_long(
     assert time.monotonic() - started < 10
 
 
-def test_evaluation_does_not_wait_for_a_server_that_has_failed(tmp_path: Path) -> None:
+def test_evaluation_does_not_wait_for_a_server_that_has_failed(tmp_path):
     write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
     with pytest.raises(NotEvaluatedError, match="the server's job 7 has failed"):
         stage()
 
 
-def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: Path) -> None:
+def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path):
     data_path = tmp_path / "passages.jsonl"
     data_path.write_text("{}\n")
     stage = evaluation(tmp_path, server_url="127.0.0.1:9")
@@ -281,7 +273,7 @@ def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: P
     assert (Path(options.output_dir) / "junit.xml").is_file()
 
 
-def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path: Path) -> None:
+def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path):
     write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json", stops_server=True)
     with pytest.raises(NotEvaluatedError):
@@ -289,7 +281,7 @@ def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path: Path) -> None:
     assert (tmp_path / "stop_requested").exists()
 
 
-def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
+def test_report_of_another_configuration_is_set_aside(tmp_path):
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
     report = stage.outputs()[0]
     report.parent.mkdir()
@@ -304,5 +296,5 @@ def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.1" / "report.json").read_text()) == {}
 
 
-def test_no_address_is_no_endpoint(tmp_path: Path) -> None:
+def test_no_address_is_no_endpoint(tmp_path):
     assert read_endpoint(tmp_path / "endpoint.json") is None

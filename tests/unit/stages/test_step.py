@@ -17,8 +17,8 @@ from stages.step import check_place
     ],
 )
 def test_rank_that_is_alone_or_without_its_mpi_says_so(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, mpi: str, reported: str
-) -> None:
+    monkeypatch, ranks: int, mpi: str, reported: str
+):
     monkeypatch.delenv("PMIX_RANK", raising=False)
     place = LaunchEnvironment(rank=1, world_size=2)
     with pytest.raises(StageError, match=reported):

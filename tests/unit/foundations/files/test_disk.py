@@ -48,32 +48,30 @@ def write(path: Path, sizes: list[int], *, aligned: bool = True) -> bytes:
     ],
 )
 @pytest.mark.parametrize("aligned", [True, False])
-def test_files_hold_the_written_bytes(tmp_path: Path, sizes: list[int], aligned: bool) -> None:
+def test_files_hold_the_written_bytes(tmp_path, sizes: list[int], aligned: bool):
     expected = write(tmp_path / "x", sizes, aligned=aligned)
     assert (tmp_path / "x").read_bytes() == expected
 
 
-def test_a_file_system_without_direct_writes_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_direct_writes_will_do(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_O_DIRECT", 0)
     expected = write(tmp_path / "x", [BLOCK * 300, BLOCK * 300])
     assert (tmp_path / "x").read_bytes() == expected
 
 
-def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced(tmp_path):
     (tmp_path / "x").write_bytes(b"z" * (1 << 22))
     expected = write(tmp_path / "x", [1 << 20])
     assert (tmp_path / "x").read_bytes() == expected
 
 
-def test_an_error_names_the_file(tmp_path: Path) -> None:
+def test_an_error_names_the_file(tmp_path):
     (tmp_path / "x").touch()
     with pytest.raises(OSError, match=str(tmp_path / "x" / "y")):
         SequentialFile(tmp_path / "x" / "y", 4)
 
 
-def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
+def test_space_is_judged_where_the_folder_will_be(tmp_path):
     assert check_space(tmp_path / "not" / "yet", 1) is None
     problem = check_space(tmp_path / "not" / "yet", 1 << 62)
     assert problem is not None
@@ -81,9 +79,7 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_full_disk_names_its_mount_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
-) -> None:
+def test_full_disk_names_its_mount_and_the_remedy(tmp_path, monkeypatch, named: bool):
     path = tmp_path / "not" / "there.bin"
     error = OSError(errno.ENOSPC, "No space left on device", str(path) if named else None)
     if not named:

@@ -11,7 +11,7 @@ import pytest
 from foundations.files.replace import replace_file
 
 
-def test_content_replaces_the_old_file(tmp_path: Path) -> None:
+def test_content_replaces_the_old_file(tmp_path):
     path = tmp_path / "report.md"
     replace_file(path, "first")
     replace_file(path, "grün")
@@ -24,9 +24,7 @@ def out_of_space(self: Path, target: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_an_error_keeps_the_old_file_and_leaves_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_keeps_the_old_file_and_leaves_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "report.md"
     replace_file(path, b"old")
     monkeypatch.setattr(Path, "replace", out_of_space)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from export_scripts.conversion.convert import ConversionRequest, convert
 from foundations.files.tree import files_below
 from tests.tiny import gpt_tensors, write_megatron
 
 
-def test_files_behind_links_are_found_and_circles_end(tmp_path: Path) -> None:
+def test_files_behind_links_are_found_and_circles_end(tmp_path):
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     for folder in (inner, outer):
         folder.mkdir()
@@ -20,7 +18,7 @@ def test_files_behind_links_are_found_and_circles_end(tmp_path: Path) -> None:
     assert sorted(files_below(outer)) == [outer / "down" / "file", outer / "file"]
 
 
-def test_a_rank_behind_a_link_is_converted_again_when_it_changes(tmp_path: Path) -> None:
+def test_a_rank_behind_a_link_is_converted_again_when_it_changes(tmp_path):
     tensors = gpt_tensors()
     path = tmp_path / "checkpoint"
     for version, values in (("a", tensors), ("b", {k: 2 * v for k, v in tensors.items()})):

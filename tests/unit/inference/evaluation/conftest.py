@@ -19,7 +19,7 @@ def fake_model() -> type[FakeModel]:
 
 
 @pytest.fixture
-def passages(tmp_path: Path) -> Path:
+def passages(tmp_path) -> Path:
     return write_passages(tmp_path / "passages.jsonl")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -125,7 +124,7 @@ def test_control_characters_of_an_answer_leave_junit_readable():
     assert error.text == "502: \ufffd[31mgone\ufffd \ufffd\tnow"
 
 
-def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tmp_path: Path):
+def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tmp_path):
     write_report(tmp_path, full, predictions)
     page = (tmp_path / "report.md").read_text()
     assert "# sample: gate breached (1 of 1 bounds)" in page

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -218,7 +217,7 @@ def test_nothing_is_judged_without_the_first_run(runs, tmp_path):
         decide({**runs, "now": "it failed"}, {}, tmp_path)
 
 
-def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
+def test_the_command_judges_reports(runs, tmp_path, capsys):
     paths = []
     for name, (report, predictions) in runs.items():
         (tmp_path / name).mkdir()
@@ -238,7 +237,7 @@ def test_the_command_judges_reports(runs, tmp_path: Path, capsys):
     assert "--bound lambada_y" in capsys.readouterr().err
 
 
-def test_a_terminal_lists_a_few_changed_samples(runs, tmp_path: Path, capsys):
+def test_a_terminal_lists_a_few_changed_samples(runs, tmp_path, capsys):
     for name in ("now", "fp8"):
         (tmp_path / name).mkdir()
         write_report(tmp_path / name, *runs[name])

@@ -220,7 +220,7 @@ def test_options_are_checked_without_heavy_imports():
     assert done.stdout.strip() == "set()"
 
 
-def test_comparisons_need_the_package_of_their_statistics(monkeypatch) -> None:
+def test_comparisons_need_the_package_of_their_statistics(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     assert problems(gate={"lambada_last_word": {"min": 0.1}}) == []
     gate = {"lambada_last_word": {"paired": "no change"}}

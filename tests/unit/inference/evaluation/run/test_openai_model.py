@@ -160,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch) -> Iterator[Server]:
     monkeypatch.setattr("inference.backend.tokenizer.load_tokenizer", lambda _: Letters())
     found = Server(("127.0.0.1", 0), Handler)
     found.requests, found.faults = [], []
@@ -192,7 +192,7 @@ def options(server: Server, tmp_path: Path, **changes: Any) -> EvaluationOptions
 FULL = frozenset({"ids", "echo"})
 
 
-def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_path: Path) -> None:
+def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_path):
     server.abilities = FULL
     token = tmp_path / "token"
     token.write_text("secret" * 6 + "\n")
@@ -210,7 +210,7 @@ def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_pat
     assert all(each["temperature"] == 0 for each in server.requests)
 
 
-def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_path: Path) -> None:
+def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_path):
     model = open_model(options(server, tmp_path))
     assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
     assert model.complete_text("abc", output_len=2).text == "de"
@@ -221,9 +221,7 @@ def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_
     assert set(open_model(options(server, tmp_path)).lacks) == {"tensors", "log probabilities"}
 
 
-def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(
-    server: Server, tmp_path: Path
-) -> None:
+def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(server: Server, tmp_path):
     asked = options(server, tmp_path)
     report = evaluate(asked, RunFacts(name="x"))
     (task,) = report.tasks
@@ -236,7 +234,7 @@ def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(
     assert "lambada" not in report.tasks[0].note
 
 
-def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_path: Path) -> None:
+def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_path):
     asked = options(server, tmp_path, gate={"lambada_perplexity": {"max": 9}})
     with pytest.raises(EvaluationError, match=r"gate.lambada_perplexity is on a metric that"):
         evaluate(asked, RunFacts(name="x"))
@@ -245,7 +243,7 @@ def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_pat
         evaluate(asked, RunFacts(name="x"))
 
 
-def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_path: Path) -> None:
+def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_path):
     latency = LatencyOptions(shapes=["2+4"], concurrencies=[2], requests=4)
     report = evaluate(options(server, tmp_path, latency=latency), RunFacts(name="x"))
     (point,) = report.latency
@@ -254,7 +252,7 @@ def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_p
     assert point.per_token_ms is not None
 
 
-def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path):
     server.abilities = FULL | {"several"}
     with pytest.raises(EvaluationError, match=r"lists alphabet, alphabet, and the option model"):
         open_model(options(server, tmp_path))
@@ -266,23 +264,19 @@ def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("listed", [None, 3, {"data": 3}, {"data": [3]}])
-def test_a_list_of_models_that_is_none_is_said(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: Any
-) -> None:
+def test_a_list_of_models_that_is_none_is_said(server: Server, tmp_path, monkeypatch, listed: Any):
     monkeypatch.setattr(OpenAIClient, "get", lambda *_: listed)
     with pytest.raises(EvaluationError, match="lists no model, and the option model"):
         open_model(options(server, tmp_path))
 
 
-def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_path: Path) -> None:
+def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_path):
     server.abilities = frozenset({"nesting"})
     with pytest.raises(EvaluationError, match=r"completes text at .*RecursionError"):
         open_model(options(server, tmp_path, model="x"))
 
 
-def test_a_stream_without_end_is_a_failed_request(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_without_end_is_a_failed_request(server: Server, tmp_path, monkeypatch):
     monkeypatch.setattr("inference.evaluation.openai_client._MAX_BYTES", 100_000)
     server.abilities = FULL | {"endless"}
     model = open_model(options(server, tmp_path, model="x"))
@@ -304,9 +298,7 @@ NO_ANSWERS = ["abort", None, "content_filter", "tool_calls", "cancelled", 3, "do
 
 
 @pytest.mark.parametrize("reason", NO_ANSWERS)
-def test_a_reply_that_is_no_answer_is_a_failed_request(
-    server: Server, tmp_path: Path, reason: Any
-) -> None:
+def test_a_reply_that_is_no_answer_is_a_failed_request(server: Server, tmp_path, reason: Any):
     server.abilities = FULL
     model = timed(server, tmp_path, retry_s=0.0)
     server.faults = [(reason, {})] * 3
@@ -319,7 +311,7 @@ def test_a_reply_that_is_no_answer_is_a_failed_request(
     assert model.counts() == {"stop": 0, "length": 0, "failed": 3, "retried": 0}
 
 
-def test_ends_of_answers_are_counted(server: Server, tmp_path: Path) -> None:
+def test_ends_of_answers_are_counted(server: Server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     for reason in ("stop", "length", "eos_token"):
@@ -331,7 +323,7 @@ def test_ends_of_answers_are_counted(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault", [(429, {}), (503, {}), (502, {}), (504, {}), ("cut", {}), ("abort", {})]
 )
-def test_what_is_put_off_is_asked_again(server: Server, tmp_path: Path, fault: Any) -> None:
+def test_what_is_put_off_is_asked_again(server: Server, tmp_path, fault: Any):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [fault]
@@ -341,8 +333,8 @@ def test_what_is_put_off_is_asked_again(server: Server, tmp_path: Path, fault: A
 
 @pytest.mark.parametrize("fault", [404, 405, 422, 501])
 def test_what_a_server_does_not_implement_is_tried_and_done_without(
-    server: Server, tmp_path: Path, fault: int
-) -> None:
+    server: Server, tmp_path, fault: int
+):
     server.abilities = FULL
     client = OpenAIClient(
         f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5, retry_s=0
@@ -352,7 +344,7 @@ def test_what_a_server_does_not_implement_is_tried_and_done_without(
 
 
 @pytest.mark.parametrize("fault", [400, 401, 403, 404, 500, 501])
-def test_what_is_refused_is_not_asked_again(server: Server, tmp_path: Path, fault: int) -> None:
+def test_what_is_refused_is_not_asked_again(server: Server, tmp_path, fault: int):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [(fault, {})]
@@ -360,9 +352,7 @@ def test_what_is_refused_is_not_asked_again(server: Server, tmp_path: Path, faul
         model.complete_text("abc", output_len=2)
 
 
-def test_the_server_says_how_long_to_wait(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_says_how_long_to_wait(server: Server, tmp_path, monkeypatch):
     server.abilities = FULL
     model = timed(server, tmp_path, retry_s=10.0)
     waits: list[float] = []
@@ -381,11 +371,11 @@ def test_the_server_says_how_long_to_wait(
 @pytest.mark.parametrize(
     ("header", "seconds"), [("2", 2.0), ("-1", 0.0), ("soon", None), ("nan", None), (None, None)]
 )
-def test_waits_are_numbers_or_dates(header: str | None, seconds: float | None) -> None:
+def test_waits_are_numbers_or_dates(header: str | None, seconds: float | None):
     assert seconds_of(header) == seconds
 
 
-def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path: Path) -> None:
+def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path):
     client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
     choices = [{"index": at, "text": str(at), "finish_reason": "stop"} for at in (1, 0)]
 
@@ -401,7 +391,7 @@ def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path:
             client.complete({"prompt": ["a", "b"]})
 
 
-def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_path: Path) -> None:
+def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [("stop", {})]
@@ -414,7 +404,7 @@ def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_
         model.complete_text("abc", output_len=2)
 
 
-def test_a_reply_of_another_model_ends_the_run_by_name(server: Server, tmp_path: Path) -> None:
+def test_a_reply_of_another_model_ends_the_run_by_name(server: Server, tmp_path):
     model = timed(server, tmp_path)
     client = model._model.client
     answer = {"choices": [{"text": "ab", "finish_reason": "length"}]}
@@ -426,9 +416,7 @@ def test_a_reply_of_another_model_ends_the_run_by_name(server: Server, tmp_path:
         model.complete_text("abc", output_len=2)
 
 
-def test_a_server_that_lists_another_model_at_the_end_is_found(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_server_that_lists_another_model_at_the_end_is_found(server: Server, tmp_path):
     model = open_model(options(server, tmp_path))
     model.check_unchanged()
     client: Any = model.client
@@ -437,9 +425,7 @@ def test_a_server_that_lists_another_model_at_the_end_is_found(
         replace(model, listed={"id": "alphabet", "root": "/before"}).check_unchanged()
 
 
-def test_a_router_that_loads_the_model_when_asked_serves_no_other(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_router_that_loads_the_model_when_asked_serves_no_other(server: Server, tmp_path):
     model = open_model(options(server, tmp_path))
     listed = {"id": model.model, "meta": {"size": 3}}  # which it knows of a loaded model alone
     states: Iterator[Any] = iter([{"status": "unloaded"}, {"status": "loaded", **listed}])
@@ -448,9 +434,7 @@ def test_a_router_that_loads_the_model_when_asked_serves_no_other(
     replace(model, listed=_listed(model.client, model.model)).check_unchanged()
 
 
-def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(server: Server, tmp_path):
     model = timed(server, tmp_path)
     choice = {"text": "abcdefgh", "finish_reason": "stop"}
     usage = {"prompt_tokens": 3, "completion_tokens": 8}
@@ -459,7 +443,7 @@ def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(
         model.complete_text("abc", output_len=2)
 
 
-def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_path: Path) -> None:
+def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     scored = {"logprobs": {"token_logprobs": [None, *[0] * 9]}, "text": "ab"}
@@ -469,9 +453,7 @@ def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_
 
 
 @pytest.mark.parametrize("score", [0.7, math.nan])
-def test_a_probability_above_one_ends_the_run_by_name(
-    server: Server, tmp_path: Path, score: float
-) -> None:
+def test_a_probability_above_one_ends_the_run_by_name(server: Server, tmp_path, score: float):
     server.abilities = FULL
     model = timed(server, tmp_path)
     scored = {"logprobs": {"token_logprobs": [None, score]}, "text": "ab"}
@@ -481,7 +463,7 @@ def test_a_probability_above_one_ends_the_run_by_name(
         model.context_log_prob([1, 2])
 
 
-def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path: Path) -> None:
+def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path):
     server.abilities = FULL | {"refuses_ids"}
     model = open_model(options(server, tmp_path, model="alphabet"))
     assert model.extras == openai_client.NEUTRAL
@@ -491,7 +473,7 @@ def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path: Pa
     assert model.complete_text("abc", output_len=2).text == "de"
 
 
-def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_path: Path) -> None:
+def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_path):
     asked = options(server, tmp_path, model="alphabet", openai=OpenAIClientOptions(chat=True))
     model = open_model(asked)
     assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
@@ -502,7 +484,7 @@ def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_p
     assert len(model.complete_rows([[1], [2]], output_len=3)) == 2
 
 
-def test_counts_stand_beside_the_figures(server: Server, tmp_path: Path) -> None:
+def test_counts_stand_beside_the_figures(server: Server, tmp_path):
     server.abilities = frozenset({"busy"})
     report = evaluate(options(server, tmp_path), RunFacts(name="x"))
     requests = report.tasks[0].requests
@@ -512,7 +494,7 @@ def test_counts_stand_beside_the_figures(server: Server, tmp_path: Path) -> None
         assert "0 stop, 2 length, 0 failed, 1 retried" in (folder / name).read_text(), name
 
 
-def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_path: Path) -> None:
+def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_path):
     latency = LatencyOptions(shapes=["2+4"], concurrencies=[1], requests=2, warmup=0)
     asked = options(server, tmp_path, latency=latency)
     model = open_model(asked)
@@ -531,17 +513,17 @@ def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_pa
         ("[::1]:80", "https://[::1]:80/v1"),
     ],
 )
-def test_addresses_become_base_urls(text: str, url: str) -> None:
+def test_addresses_become_base_urls(text: str, url: str):
     assert base_url(text, uses_tls=True) == url
 
 
 @pytest.mark.parametrize("text", ["ftp://a", "http://", "http://u:p@a", "a:99999", "file:///etc"])
-def test_other_addresses_are_refused(text: str) -> None:
+def test_other_addresses_are_refused(text: str):
     with pytest.raises(ValueError):  # noqa: PT011 - by urllib itself, too
         base_url(text, uses_tls=False)
 
 
-def test_a_probability_above_one_is_refused() -> None:
+def test_a_probability_above_one_is_refused():
     class Model:
         def context_log_prob(self, ids: list[int]) -> float:
             return 0.4 * len(ids)

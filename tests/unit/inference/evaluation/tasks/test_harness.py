@@ -52,7 +52,7 @@ class _Manager:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def asked(monkeypatch) -> list[dict[str, Any]]:
     """Put the stand-in in the place of lm_eval; return what its evaluations were asked."""
     calls: list[dict[str, Any]] = []
 
@@ -162,7 +162,7 @@ def endpoint(server: Endpoint) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -171,7 +171,7 @@ def options(**changes: Any) -> EvaluationOptions:
     return EvaluationOptions(**{**values, **changes})
 
 
-def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endpoint: str) -> None:
+def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endpoint: str):
     token = HarnessOptions(num_fewshot=2, batch_size=4)
     own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
     assert not [*check_evaluation(own)]
@@ -204,7 +204,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
 
 def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     asked: list[dict[str, Any]], endpoint: str
-) -> None:
+):
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert not [*check_evaluation(own)]
@@ -215,16 +215,14 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     assert not asked
 
 
-def test_an_unknown_task_of_the_harness_is_reported(
-    asked: list[dict[str, Any]], endpoint: str
-) -> None:
+def test_an_unknown_task_of_the_harness_is_reported(asked: list[dict[str, Any]], endpoint: str):
     own = options(openai_url=endpoint, tasks=["harness:nothing"])
     with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
         prepare_task(HarnessTask("harness:nothing", own))
     assert not asked
 
 
-def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) -> None:
+def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]):
     prepared = prepare_task(
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
@@ -238,14 +236,14 @@ def arguments(server: Endpoint, **changes: Any) -> dict[str, Any]:
     return HarnessTask("harness:two-facts", own)._model_arguments()
 
 
-def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server: Endpoint) -> None:
+def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server: Endpoint):
     server.listed = {"data": [{"id": "fastertransformer"}]}
     with pytest.raises(EvaluationError, match=r"max_model_len of fastert.*harness\.max_length"):
         arguments(server)
     assert arguments(server, harness=HarnessOptions(max_length=99))["max_length"] == 99
 
 
-def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path: Path) -> None:
+def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path):
     """vLLM lists its models, and has /tokenizer_info only where that is switched on."""
     server.listed = {"data": [{"id": "tiny", "max_model_len": 256}, {"id": "tiny-lora"}]}
     given = arguments(server, protocol="openai", model="tiny", tokenizer=str(tmp_path))
@@ -266,7 +264,7 @@ def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path: Pat
             arguments(server, protocol="openai", model=name)
 
 
-def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint) -> None:
+def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint):
     given = arguments(server, openai=OpenAIClientOptions(chat=True))
     assert given["base_url"] == f"{server.url}/chat/completions"
     assert given["batch_size"] == 1
@@ -275,8 +273,8 @@ def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_requests_of_the_harness_are_sent_by_our_client(
-    asked: list[dict[str, Any]], server: Endpoint, monkeypatch: pytest.MonkeyPatch, chat: bool
-) -> None:
+    asked: list[dict[str, Any]], server: Endpoint, monkeypatch, chat: bool
+):
     found = []
 
     def simple_evaluate(model: Any, **_: Any) -> None:
@@ -303,8 +301,8 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
 
 
 def test_a_run_of_the_harness_goes_on_where_one_ended(
-    asked: list[dict[str, Any]], server: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked: list[dict[str, Any]], server: Endpoint, monkeypatch
+):
     prompts = [f"question {number}" for number in (*range(9), 8)]  # the last one twice
 
     def simple_evaluate(model: Any, **_: Any) -> None:
@@ -335,8 +333,8 @@ def test_a_run_of_the_harness_goes_on_where_one_ended(
 
 
 def test_a_harness_that_fails_is_named_and_not_run_again(
-    asked: list[dict[str, Any]], endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    asked: list[dict[str, Any]], endpoint: str, monkeypatch
+):
     def simple_evaluate(**arguments: Any) -> None:
         asked.append(arguments)
         raise TypeError("the endpoint ended the connection")
@@ -348,7 +346,7 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
     assert len(asked) == 1
 
 
-def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
     missing = options(harness=HarnessOptions(include_path="/nowhere"))
     found = [*check_evaluation(missing)]
