@@ -1,7 +1,5 @@
 """Actions on earlier runs, read from their job records: status, logs and cancel."""
 
-import contextlib
-import functools
 import os
 import re
 import shlex
@@ -9,8 +7,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from pathlib import Path
 
 from foundations.files.lock import folder_lock
@@ -75,7 +75,7 @@ def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) 
         )
         return EXIT_USAGE
     status = EXIT_OK
-    queue = functools.cache(slurm_state.queue_now)
+    queue = cache(slurm_state.queue_now)
     for results_dir in run_dirs:
         damage: list[str] = []
         records = jobs_in(results_dir, queue, damage)
@@ -362,7 +362,7 @@ def _cancel_one(job: record.JobRecord, results_dir: Path) -> str:
     if not _is_local(job):
         return f"it runs on {job.host}; repeat the command there"
     if job.process is not None and _is_process_of(job, results_dir / job.stage):
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(job.process, signal.SIGTERM)
     return ""
 

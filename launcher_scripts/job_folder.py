@@ -1,6 +1,5 @@
 """The files around a job: its configuration, script, command line and record."""
 
-import itertools
 import os
 import socket
 import subprocess
@@ -8,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def write_job_files(
         for path, text in files.items():
             new[path].write_text(text, encoding="utf-8")
         if others or any(map(Path.exists, records)):
-            places = (folder / "runs" / str(number) for number in itertools.count(1))
+            places = (folder / "runs" / str(number) for number in count(1))
             kept = next(each for each in places if not each.exists())
             kept.mkdir(parents=True)
             for path in filter(Path.exists, (*files, *records)):

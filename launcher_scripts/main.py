@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -107,7 +107,7 @@ def _run(words: Sequence[str]) -> int:
         return _report([str(error)])
     if arguments.wants_help:
         return _help(arguments.overrides, console, everything="all" in words)
-    compose = functools.partial(compose_config, place=arguments.root)
+    compose = partial(compose_config, place=arguments.root)
     if arguments.multirun and not arguments.shows:
         from launcher_scripts.sweep import compositions_of_sweep
 
@@ -159,7 +159,7 @@ def _upgrade(
         wait_for_rows(config, console)
     rows = command_lines_of_rows(config, arguments.overrides)
     found = {name: compose_config(each, arguments.root) for name, each in rows.items()}
-    start = functools.partial(run_and_decide, config)
+    start = partial(run_and_decide, config)
     return _start(found, words, console, arguments.problems, start)
 
 
@@ -176,7 +176,7 @@ def _start(
     rows, wrong = prepare_rows(compositions, words, console, problems)
     if wrong:
         return _report(wrong) if words else _welcome(wrong, console)
-    start = start or functools.partial(run_rows, wait=rows[0].config.wait)
+    start = start or partial(run_rows, wait=rows[0].config.wait)
     return execute(rows, console, start)
 
 

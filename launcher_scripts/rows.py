@@ -3,11 +3,11 @@
 All runs are checked before the first one starts.
 """
 
-import functools
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from launcher_scripts import job_folder
@@ -105,7 +105,7 @@ def prepare_rows(
     """
     rows: list[Run] = []
     rows_with: dict[str, list[str]] = {}  # problem -> names of the rows that have it
-    queue = functools.cache(queue_now)
+    queue = cache(queue_now)
     for name, composition in compositions.items():
         run, found = prepare_run(
             composition, words, console, known=problems, name=name, queue=queue

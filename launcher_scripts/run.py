@@ -1,12 +1,12 @@
 """Submission of the planned jobs, and following them to their end."""
 
-import contextlib
 import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -353,7 +353,7 @@ class Run:
         handles = list(reversed(self.handles.values()))
         try:
             if notice:
-                with contextlib.suppress(OSError):  # Ctrl-C also ended the reader, such as tee
+                with suppress(OSError):  # Ctrl-C also ended the reader, such as tee
                     self.console.say(notice)
             for handle in handles:
                 if handle.poll() is None:
@@ -376,7 +376,7 @@ def _without_time(line: str) -> str:
 
 def _progress_of(stage: Stage) -> ProgressState:
     """Return the progress of a job; empty if its file is damaged, which must not end the run."""
-    with contextlib.suppress(DamagedFileError):
+    with suppress(DamagedFileError):
         return read_progress(stage.job.progress_path)
     return ProgressState()
 

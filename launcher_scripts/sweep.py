@@ -1,9 +1,9 @@
 """`--multirun key=1,2,4`: a run for each combination of values."""
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from hydra.core.override_parser.types import ValueType
 
@@ -31,7 +31,7 @@ def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[s
         else:
             problems.append(f"{override}: list the values, as in {parsed.key_or_group}=1,2,4.")
     found = {}
-    for values in itertools.product(*swept.values()):
+    for values in product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
         name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items())
         found[name] = [*fixed, *(f"{key}={value}" for key, value in chosen.items())]

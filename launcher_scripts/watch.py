@@ -1,8 +1,8 @@
 """The loop of `action=watch`: find checkpoints, start their pipelines and follow them."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class Watch:
                     "its own folder in watch.output_dir."
                 )
         if self.options.exchange:
-            with contextlib.suppress(ValueError):  # each pipeline reports it
+            with suppress(ValueError):  # each pipeline reports it
                 yield from problems_of_exchange(server_config(self.config))
 
     def run(self) -> int:
@@ -219,7 +219,7 @@ class Watch:
         """Update the reason why a checkpoint waits; give up on it after `watch.patience_s`."""
         watched.path, watched.name = str(checkpoint.path), checkpoint.name
         size = ""
-        with contextlib.suppress(OSError):  # a file may disappear meanwhile
+        with suppress(OSError):  # a file may disappear meanwhile
             size = " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
         if size != watched.size:
             watched.size, watched.changed, watched.refusal = size, now, ""
@@ -374,7 +374,7 @@ class Watch:
 
     def _serves(self, step: int) -> bool:
         """Return whether the deploy job of a step's pipeline was submitted and has not ended."""
-        with contextlib.suppress(DamagedFileError):
+        with suppress(DamagedFileError):
             found = read_job(self.state.results_of(step), "deploy")
             return found is not None and not found.is_final
         return False

@@ -1,11 +1,11 @@
 """Stage `deploy`: run a server of the repository, or of another engine, until it is stopped."""
 
-import contextlib
 import math
 import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +99,7 @@ class DeployStage(Stage):
 
     def ask_to_stop(self) -> bool:
         """Ask the server to end, by the file that it watches; return False if the disk is full."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             # The job id in the file keeps a predecessor or successor running.
             replace_file(self.job.folder / STOP_NAME, job_id_here())
             return True

@@ -1,12 +1,12 @@
 """The process that runs a stage: its job, node, log, stop signals and child processes."""
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from foundations.files.disk import full_disk
@@ -41,7 +41,7 @@ def node_name() -> str:
 def node_address() -> str | None:
     """Return a name of this node that can be resolved: the scheduler's, or else the host name."""
     for name in dict.fromkeys((node_name(), socket.gethostname())):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if socket.getaddrinfo(name, None):
                 return name
     return None
@@ -50,7 +50,7 @@ def node_address() -> str | None:
 def log_line(text: str) -> None:
     """Write a line to the job's log; errors, such as a full disk, are ignored."""
     at = time.strftime(f"{LOG_TIME} ", time.gmtime()) if _has_times else ""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         sys.stderr.write(f"{at}{text}\n")
         sys.stderr.flush()
 
@@ -70,7 +70,7 @@ def restrict_umask() -> None:
 
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
     """Run the part of a rank other than the first; only the first writes records and results."""
-    with stop_signals(*STOP_SIGNALS), contextlib.suppress(StopRequested):
+    with stop_signals(*STOP_SIGNALS), suppress(StopRequested):
         stage.assist(place)
     return {}
 
@@ -101,7 +101,7 @@ def end_processes_of_job(mark: str | None = None) -> None:
     spared = [os.getpid(), *_ancestors(os.getpid())]
     for entry in Path("/proc").glob("[0-9]*"):
         # A process may have ended by now, or belong to another user.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             is_of_job = wanted in (entry / "environ").read_bytes().split(b"\0")
             if is_of_job and (pid := int(entry.name)) not in spared:
                 os.kill(pid, signal.SIGKILL)

@@ -4,9 +4,9 @@ The file is replaced atomically, so that readers never see a partial state, and 
 second.
 """
 
-import contextlib
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Progress:
         if self.path is None or not (is_turning_point or now - self._written_at > _MIN_INTERVAL_S):
             return
         self._written_at = now
-        with contextlib.suppress(OSError):  # a full disk must not end the job
+        with suppress(OSError):  # a full disk must not end the job
             write_json(self.path, asdict(self.state))
 
 

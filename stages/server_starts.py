@@ -5,11 +5,11 @@ per rank or per node, join that start and wait for the next. Like all results, t
 shared file system.
 """
 
-import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def run_for_each_start(
                 _end(process)
                 number, ended_at = start.number, None
                 variables = {**environment, **start.variables(folder)}
-                with log_path.open("wb") if log_path else contextlib.nullcontext() as log:
+                with log_path.open("wb") if log_path else nullcontext() as log:
                     process = subprocess.Popen(
                         start.fill_command(command),
                         env={**os.environ, **variables},
@@ -155,6 +155,6 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
     """End a process, unless there is none; one that is just ending gets a moment to do so."""
     if process is None:
         return
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with suppress(subprocess.TimeoutExpired):
         process.wait(_POLL_S)
     end_process(process, grace_s=_GRACE_S)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -118,7 +118,7 @@ class Service:
             _LostError: the server failed.
         """
         end: Exception | None = None
-        with contextlib.ExitStack() as to_the_end, contextlib.ExitStack() as stack:
+        with ExitStack() as to_the_end, ExitStack() as stack:
             server, endpoint = self._start(stack)
             self._endpoint = endpoint
             # The next start uses the same ports, so that clients find it.
@@ -160,7 +160,7 @@ class Service:
         tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
         return _LostError(f"{'; '.join(causes)}; last lines of {server.log_path}:\n{tail}")
 
-    def _start(self, stack: contextlib.ExitStack) -> tuple[AnyServer, ServerEndpoint]:
+    def _start(self, stack: ExitStack) -> tuple[AnyServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
         standby, self._standby = self._standby, None
         if standby is not None:
@@ -193,7 +193,7 @@ class Service:
 
     def _withdraw(self, endpoint: ServerEndpoint) -> None:
         self._republish_at, self._is_published = 0.0, False
-        with contextlib.suppress(OSError):  # a disk too full for the lock has no address either
+        with suppress(OSError):  # a disk too full for the lock has no address either
             endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
     def _reload(self, server: AnyServer, requested: str) -> bool:
@@ -245,7 +245,7 @@ class Service:
     def _announce_failure(self) -> None:
         if self.config.nodes == 1:
             return
-        with contextlib.suppress(OSError):  # on a full disk, the others end by their own failures
+        with suppress(OSError):  # on a full disk, the others end by their own failures
             ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
     def _watch(self, server: AnyServer) -> None:
@@ -279,7 +279,7 @@ class Service:
 
     def _requested_reload(self) -> str | None:
         """Take a request to reload; return the path in it, and None without a request."""
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             path = self.folder / RELOAD_NAME
             requested = read_file(path).decode().strip()
             path.unlink()  # fails if another job has taken it
@@ -291,7 +291,7 @@ class Service:
         if self._standby is not None or self._failures >= self.config.max_restarts:
             return
         if isinstance(server, ModelServer) and not server.has_triton and self.config.nodes == 1:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._standby = server.prepared({RESTARTS_VARIABLE: str(self.restarts + 1)})
 
     def _end_standby(self) -> None:
@@ -321,7 +321,7 @@ class Service:
         )
         self.progress.update(f"restarting in {wait_s:g} s")
         deadline = time.monotonic() + wait_s
-        with contextlib.suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
             while time.monotonic() < deadline:
                 if ended := self._end_reason():
                     return ended
@@ -336,11 +336,11 @@ class Service:
             serves = published_by(self.folder / ENDPOINT_NAME)
             # No address: a successor that ended by request has withdrawn it.
             is_current = not self._is_published if serves == "" else serves in (job_id_here(), None)
-        with contextlib.suppress(OSError, ValueError):  # usually there is no request
+        with suppress(OSError, ValueError):  # usually there is no request
             for_job = read_file(self.folder / STOP_NAME).decode(errors="replace").strip()
             # Without a job id, the request is for the job that serves.
             if for_job == job_id_here() or (is_current and not for_job):
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     (self.folder / STOP_NAME).unlink()
                 return NOT_NEEDED
         if not is_current and self._endpoint is not None:

@@ -8,7 +8,6 @@ and the first rank's result as JSON.
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -123,7 +123,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         try:
             # Wake up regularly: Python handles signals only in the main thread.
             while (status := process.poll()) is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(_WAKE_UP_S)
         except KeyboardInterrupt:
             was_interrupted = True
@@ -193,7 +193,7 @@ class _OutputReader:
 
     def _read(self) -> None:
         for line in self._stream:
-            with contextlib.suppress(OSError):  # a full disk must not end the step
+            with suppress(OSError):  # a full disk must not end the step
                 sys.stdout.write(line)
                 sys.stdout.flush()
             text = line.rstrip("\n")
@@ -216,7 +216,7 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     if not stage.ask_to_stop():
         process.terminate()
     grace_s = stage.stop_grace_s() + _STOP_WAIT_S
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
     return end_process(process, grace_s=_STOP_WAIT_S)
 

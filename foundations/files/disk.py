@@ -1,6 +1,5 @@
 """System calls for large files: fast writes, one sync, and clear errors for a full disk."""
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -8,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Direct writes need memory, offsets and lengths in multiples of the disk's block; this suits every
@@ -54,7 +54,7 @@ class SequentialFile:
                     raise OSError(number, os.strerror(number))
                 self._set_direct(True)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
         """Close the file after an error, and name it in the error."""
         try:

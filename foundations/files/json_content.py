@@ -1,9 +1,9 @@
 """JSON from elsewhere: its contents, or a clear error."""
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def dotted(table: Table, prefix: str = "") -> Fields:
     return out
 
 
-@functools.cache
+@cache
 def adapter_of(kind: Any) -> "TypeAdapter[Any]":
     """Return pydantic's adapter of a type, built once."""
     from pydantic import TypeAdapter

@@ -1,10 +1,10 @@
 """An exclusive lock on a folder among the processes that share its disk."""
 
-import contextlib
 import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -12,7 +12,7 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-@contextlib.contextmanager
+@contextmanager
 def folder_lock(path: Path, busy: str) -> Iterator[bool]:
     """Hold a lock, the file `path`, that the system releases when the process ends.
 
@@ -25,14 +25,14 @@ def folder_lock(path: Path, busy: str) -> Iterator[bool]:
     """
     created = [folder for folder in path.parents if not folder.exists()]
     fd, is_held = _opened(path, busy)
-    with contextlib.suppress(OSError):  # on a full disk, the lock holds without the process's ID
+    with suppress(OSError):  # on a full disk, the lock holds without the process's ID
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
     try:
         yield is_held
     finally:
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             for folder in created:
                 folder.rmdir()
         os.close(fd)
@@ -50,11 +50,11 @@ def _opened(path: Path, busy: str) -> tuple[int, bool]:
             if error.errno != errno.ELOOP:
                 raise
             raise ValueError(f"{path} is a link, and a lock is a file; remove it") from None
-        with contextlib.ExitStack() as on_failure:
+        with ExitStack() as on_failure:
             on_failure.callback(os.close, fd)
             is_held = _locked(fd, busy)
             # Its last holder may have deleted the file between opening and locking.
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), path.lstat()):
                     on_failure.pop_all()
                     return fd, is_held

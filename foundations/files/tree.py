@@ -1,8 +1,8 @@
 """The files of a folder tree, including those behind symbolic links."""
 
-import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,7 +13,7 @@ def files_below(folder: Path, *, above: tuple[Path, ...] = ()) -> Iterator[Path]
     """
     above = (*above, folder.resolve())
     entries: list[os.DirEntry[str]] = []
-    with contextlib.suppress(PermissionError), os.scandir(folder) as found:
+    with suppress(PermissionError), os.scandir(folder) as found:
         entries = list(found)
     for entry in entries:
         path = Path(entry.path)

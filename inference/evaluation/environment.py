@@ -1,11 +1,11 @@
 """Environment facts needed to reproduce a run."""
 
-import contextlib
 import hashlib
 import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def describe_environment() -> dict[str, str]:
         "python": sys.version.split()[0],
     }
     for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return {name: value for name, value in found.items() if value}
 

@@ -1,6 +1,5 @@
 """A client of OpenAI's protocol, with the standard library only."""
 
-import contextlib
 import email.utils
 import http.client
 import json
@@ -10,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,7 +155,7 @@ class OpenAIClient:
 
     def complete_or_none(self, body: Table) -> Table | None:
         """Return the answer to a request; None if the server refuses or misreads it."""
-        with contextlib.suppress(RefusedRequestError, ImplausibleAnswerError):
+        with suppress(RefusedRequestError, ImplausibleAnswerError):
             return self.complete_with_retries(body)
         return None
 
@@ -235,7 +234,7 @@ class OpenAIClient:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            with contextlib.closing(error):
+            with closing(error):
                 reason = error.read(_SHOWN).decode("utf-8", "replace")
             message = f"{self.url}{path}: {error.code}: {reason}"
             if is_retryable(error.code):

@@ -4,11 +4,11 @@ All problems are reported at once: a wrong override is left out, and the rest is
 """
 
 import copy
-import functools
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ _DECISIVE = {"action", "cluster_type", "stages"}
 _ERRORS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
-@functools.cache
+@cache
 def register() -> None:
     """Register the defaults of all keys, and the resolvers, with Hydra and OmegaConf."""
     values: Fields = {}
@@ -167,7 +167,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     return Composition(config, (*problems, *more), frozenset(refused))
 
 
-@functools.cache
+@cache
 def _merged(place: ConfigRoot, choices: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """Return the merged files of a root as untyped data, and as Hydra composed them.
 

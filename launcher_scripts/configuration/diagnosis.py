@@ -1,9 +1,9 @@
 """Overrides as typed: each is parsed, or refused with a remedy."""
 
-import functools
 from collections.abc import Iterable
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -21,7 +21,7 @@ from stages import STAGES
 _REMOVED = read_table(Path(__file__).with_name("removed_keys.yaml"))
 
 
-@functools.cache
+@cache
 def read_override(word: str) -> Override:
     """Return a parsed override; unlike in Hydra, a text like `nvcr.io#nvidia/x:1` needs no quotes.
 

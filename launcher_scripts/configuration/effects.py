@@ -1,9 +1,9 @@
 """Values that have no effect without other values, by the table `effects.yaml`."""
 
-import itertools
 import operator
 import re
 from collections.abc import Iterator
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def problems_of_effects(config: Config) -> Iterator[str]:
 
 def notes_of_effects(config: Config) -> Iterator[str]:
     """Yield notes on values that this cluster, or this project, does not use."""
-    for needs, rows in itertools.groupby(_without_effect(config, "noted"), operator.itemgetter(1)):
+    for needs, rows in groupby(_without_effect(config, "noted"), operator.itemgetter(1)):
         why = f"it needs {needs}" if needs else "accepted for compatibility"
         yield f"without effect: {', '.join(key for key, _ in rows)} ({why})"
 
@@ -33,7 +33,7 @@ def _without_effect(config: Config, table: str) -> Iterator[tuple[str, str | Non
     for patterns, needs, *when in _TABLE[table]:
         if (needs and _holds(config, needs)) or not all(_holds(config, each) for each in when):
             continue
-        for pattern, key in itertools.product(patterns, KEYS.values()):
+        for pattern, key in product(patterns, KEYS.values()):
             if _is_given(config, key, *pattern.partition("=")):
                 yield key.name, needs and _in_words(needs)
 

@@ -6,10 +6,10 @@ published its address serves, and `job.json` is its record; its predecessor sees
 and drains.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from launcher_scripts.launchers.base import AFTER_END, AFTER_START, Job, Launcher, SubmissionError
@@ -157,7 +157,7 @@ class _ChainKeeper:
         """Replace `job.json` by the record of this job, unless it already is."""
         path = self._job.record_path
         found = None
-        with contextlib.suppress(DamagedFileError):
+        with suppress(DamagedFileError):
             found = record.read_record(path)
         if found is None or found.job_id == self._id:
             return

@@ -4,13 +4,13 @@ Slurm accepts some jobs that exceed the limits of a partition, an association or
 starts them.
 """
 
-import functools
 import getpass
 import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 
 from foundations.time_limit import minutes, slurm_notation
 from launcher_scripts.configuration.schema import Config
@@ -62,7 +62,7 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
         )
 
 
-@functools.cache
+@cache
 def _test_only(words: Sequence[str]) -> SlurmAnswer:
     command = ["sbatch", "--test-only", *words, "--wrap=true"]
     return ask_slurm(command, environment=clean_environment(os.environ))

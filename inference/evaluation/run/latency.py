@@ -9,12 +9,12 @@ tokens. For an encoder, input tokens are counted: its requests return hidden sta
 
 # Shapes: B rows, S tokens, H hidden width
 
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, islice, product
 from statistics import median
 
 import numpy as np
@@ -89,10 +89,10 @@ def measure_latency(
     if not generates(model):
         shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
     most = max(shape.input_len for shape in shapes) * _MAX_PROMPTS
-    ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
+    ids = list(islice(chain.from_iterable(tokens), most))
     loads = [
         Load(cut_prompts(ids, input_len=shape.input_len), shape, *load)
-        for shape, *load in itertools.product(shapes, latency.batch_sizes, latency.concurrencies)
+        for shape, *load in product(shapes, latency.batch_sizes, latency.concurrencies)
     ]
     send = cache(lambda load: _send(model, options, load))
     points = []
