@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ class _LastRun:
 def record_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Record the results folders of the run, or of the rows, that start now."""
     folders = tuple(map(str, results_dirs))
-    write_json(base_results_dir / LAST_RUN, asdict(_LastRun(folders[-1], record.now(), folders)))
+    write_json(base_results_dir / LAST_RUN, _LastRun(folders[-1], record.now(), folders))
 
 
 def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:

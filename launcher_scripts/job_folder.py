@@ -6,23 +6,23 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job, Launcher, SubmissionError
 from stages import record
-from stages.base import as_json
 from stages.progress import DamagedFileError, write_json
 
 
 def as_yaml(record: Any) -> str:
     """Return the configuration, or a section of it, as YAML in the order of its keys."""
-    values = as_json(asdict(record))
+    values = to_jsonable_python(record)
     return yaml.safe_dump(values, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
@@ -102,7 +102,7 @@ def prepare_submission(
             git_revision=job.git_revision,
             outputs=tuple(str(path) for path in job.stage.outputs()),
         )
-        write_json(path, asdict(new))
+        write_json(path, new)
 
 
 def git_revision(checkout: Path) -> str:

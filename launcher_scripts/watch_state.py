@@ -155,7 +155,7 @@ class WatchState:
     def write(self) -> None:
         """Save the state."""
         saved = _Saved(str(self.run), self.best, self.in_order, self.held)
-        write_json(self.folder / STATE_NAME, asdict(saved))
+        write_json(self.folder / STATE_NAME, saved)
 
     def judge(self, watched: Watched, *, may_be_best: bool) -> None:
         """Compare a checkpoint with the best before it, and replace that if it is better.
@@ -234,7 +234,7 @@ class WatchState:
         return Page(
             title,
             markdown("checkpoints", title=title, state=self),
-            {"checkpoints": [asdict(one) for one in self.in_order if one.metrics]},
+            {"checkpoints": [one for one in self.in_order if one.metrics]},
             footer=_ENDED if has_ended else _RELOADS,
             reload_s=None if has_ended else _RELOAD_S,
         ).html()

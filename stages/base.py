@@ -5,9 +5,8 @@ them: the part of the configuration that decides them, and the state of its inpu
 """
 
 import hashlib
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -239,7 +238,7 @@ class Stage(Checkpointable):
                 outputs=tuple(map(str, self.outputs())),
                 summary=summary,
             )
-            write_json(path, asdict(marker))
+            write_json(path, marker)
 
     def _input_states(self) -> Fields:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
@@ -265,8 +264,3 @@ def fingerprint(path: Path) -> Fields:
         "size_bytes": sum(stat.st_size for stat in stats.values()),
         "sha256": hashlib.sha256("\n".join(facts).encode(errors="surrogateescape")).hexdigest(),
     }
-
-
-def as_json(value: Any) -> Any:
-    """Return `value` as read back from JSON; a path becomes a string."""
-    return json.loads(json.dumps(value, default=str))

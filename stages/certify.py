@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from pydantic_core import to_jsonable_python
 
 from foundations.files.json_content import Fields
 from foundations.job_options import JOB_KEYS
 from inference.certify.options import CertifySection, endpoint_problems
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
-from stages.base import Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary
 from stages.convert import find_checkpoint
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.evaluate import is_address
@@ -76,12 +78,9 @@ class CertifyStage(Stage):
 
     def identity(self) -> Fields:
         """Return what decides the certificate."""
-        values = {**asdict(self.options), "source": self.source, "folder": self.folder}
-        return {
-            f"certify.{name}": as_json(value)
-            for name, value in {**values, "given": dict(self.given)}.items()
-            if name not in JOB_KEYS
-        }
+        own = {"source": self.source, "folder": self.folder, "given": dict(self.given)}
+        values = to_jsonable_python({**vars(self.options), **own})
+        return {f"certify.{name}": values[name] for name in values if name not in JOB_KEYS}
 
     def inputs(self) -> list[Path]:
         """Return source, folder and the files that options name."""

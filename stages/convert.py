@@ -1,14 +1,16 @@
 """Stage `convert`: convert a checkpoint to FasterTransformer shards or a Hugging Face folder."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+
+from pydantic_core import to_jsonable_python
 
 from export_scripts.conversion.request import ConversionRequest
 from foundations.errors import CheckpointMismatchError
 from foundations.files.json_content import Fields
-from stages.base import Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary
 from stages.progress import Progress
 
 # Fields of ConversionRequest -> configuration keys, for messages.
@@ -77,12 +79,8 @@ class ConvertStage(Stage):
 
     def identity(self) -> Fields:
         """Return the source and all options that decide the bytes."""
-        values = asdict(self._resolved_request())
-        return {
-            KEYS[name]: as_json(value)
-            for name, value in values.items()
-            if name not in _NOT_IDENTITY
-        }
+        values = to_jsonable_python(self._resolved_request())
+        return {KEYS[name]: values[name] for name in values if name not in _NOT_IDENTITY}
 
     def inputs(self) -> list[Path]:
         """Return the checkpoint and the other files that are read."""

@@ -1,6 +1,6 @@
 """The published address of a running server, and the files that ask it to end or reload."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference.system.ports import host_and_port
@@ -67,7 +67,7 @@ class ServerEndpoint:
     def publish(self, path: Path) -> None:
         """Write the address for clients."""
         with locked(path):
-            write_json(path, asdict(self))
+            write_json(path, self)
 
     def withdraw(self, path: Path) -> None:
         """Remove the published address, even a damaged one, unless it is another job's."""

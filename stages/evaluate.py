@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
+
+from pydantic_core import to_jsonable_python
 
 from export_scripts.ft.identity import checkpoint_hash
 from export_scripts.ft.tokenizer_files import find_tokenizer
@@ -23,7 +25,7 @@ from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, unreachable_data
 from inference.evaluation.task import EvaluationError
-from stages.base import Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary
 from stages.deploy_config import DeployConfig, check_deploy, problems_of_exchange
 from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
@@ -122,7 +124,7 @@ class EvaluateStage(Stage):
 
     def identity(self) -> Fields:
         """Return every option that can change the report, and the engine."""
-        options = as_json(asdict(self.options))
+        options = to_jsonable_python(self.options)
         for name in _NOT_IDENTITY:
             options.pop(name)
         return {

@@ -1,10 +1,12 @@
 """Stage `export`: build a Triton repository from FasterTransformer shards."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+
+from pydantic_core import to_jsonable_python
 
 from export_scripts.conversion.request import output_problems
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
@@ -17,7 +19,7 @@ from export_scripts.triton.repository import (
     repository_models,
 )
 from foundations.files.json_content import Fields
-from stages.base import Finding, Stage, StageError, Summary, as_json
+from stages.base import Finding, Stage, StageError, Summary
 from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
@@ -94,8 +96,8 @@ class ExportStage(Stage):
 
     def identity(self) -> Fields:
         """Return every setting that decides the repository."""
-        values = asdict(self.request)
-        return {KEYS[name]: as_json(value) for name, value in values.items() if name != "overwrite"}
+        values = to_jsonable_python(self.request)
+        return {KEYS[name]: values[name] for name in values if name != "overwrite"}
 
     def inputs(self) -> list[Path]:
         """Return the shards."""

@@ -61,7 +61,7 @@ class Progress:
             return
         self._written_at = now
         with suppress(OSError):  # a full disk must not end the job
-            write_json(self.path, asdict(self.state))
+            write_json(self.path, self.state)
 
 
 def read_progress(path: Path) -> ProgressState:
@@ -74,9 +74,9 @@ def read_progress(path: Path) -> ProgressState:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Replace `path` by `values` atomically."""
+    """Replace `path` by `values`, which may be a record, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(values, indent=2) + "\n")
+    replace_file(path, json.dumps(values, indent=2, default=asdict) + "\n")
 
 
 def read_as(path: Path, kind: type[RecordT], what: str) -> RecordT | None:

@@ -82,7 +82,7 @@ def now() -> str:
 def write_record(path: Path, record: JobRecord) -> None:
     """Replace the record at `path`."""
     with locked(path):
-        write_json(path, asdict(record))
+        write_json(path, record)
 
 
 def read_record(path: Path) -> JobRecord | None:
@@ -131,7 +131,7 @@ def _readable(path: Path) -> JobRecord | None:
 def _rewrite(path: Path, record: JobRecord) -> JobRecord:
     """Replace an existing record, even on a full disk, and return the new one."""
     try:
-        write_json(path, asdict(record))
+        write_json(path, record)
     except OSError as error:
         if full_disk(error, path) is None:
             raise

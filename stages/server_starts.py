@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from foundations.files.replace import replace_file
@@ -60,7 +60,7 @@ class ServerStart:
 
     def announce(self, folder: Path) -> None:
         """Announce the start, its failure, or that no start follows, to the other processes."""
-        write_json(_path(folder, _START_NAME, self.job_id), asdict(self))
+        write_json(_path(folder, _START_NAME, self.job_id), self)
 
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of the rendezvous and its key file."""

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -267,9 +267,9 @@ def main(
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports it
         details = error if isinstance(error, StageError) else StageError("")
         cause = cause_of(error, folder=result_path.parent)
-        write_json(result_path, asdict(_Result(details.summary, cause, details.exit_code)))
+        write_json(result_path, _Result(details.summary, cause, details.exit_code))
         raise
-    write_json(result_path, asdict(_Result(summary, was_stopped=stopped.is_set())))
+    write_json(result_path, _Result(summary, was_stopped=stopped.is_set()))
     return 0
 
 

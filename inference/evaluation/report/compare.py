@@ -5,7 +5,7 @@ with several rows, whose bounds are tested together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
 
@@ -166,7 +166,7 @@ class SideBySide:
 
     def page(self) -> Page:
         """Return the page, whose charts show the record of each run."""
-        records = [(name, asdict(report)) for name, report in self._reports.items()]
+        records = [*self._reports.items()]
         return Page(self._title, self.text(), {"runs": records}, *self._outcome)
 
     def text(self, *, most: int = MAX_ON_PAGE, longest: int | None = None) -> str:

@@ -99,7 +99,7 @@ def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
     return Page(
         report.run.name,
         _markdown("report", report, predictions),
-        {"report": asdict(report), "samples": [asdict(each) for each in predictions]},
+        {"report": report, "samples": predictions},
         verdict,
         status,
         f"{report.run_id} · schema {report.schema_version} · the same data is in report.json and "

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic_core import to_jsonable_python
 
 from foundations.values import Key, WrongValuesError, build_record
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.diagnosis import read_override
 from launcher_scripts.configuration.schema import KEYS, Config
-from stages.base import as_json
 
 _LONG = "x" * 300
 _MAPPING, _LIST = "{a: 1}", "[a]"
@@ -69,7 +69,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name():
     assert [name for name in wrong if not wrong[name] and KEYS[name].type is not Any] == []
     config = compose_config([]).config
     assert config is not None
-    usual = {name: as_json(config.at(name)) for name in KEYS}
+    usual = {name: to_jsonable_python(config.at(name)) for name in KEYS}
     for number in range(max(map(len, wrong.values()))):
         words = {name: typed(wrong[name][number]) for name in wrong if wrong[name][number:]}
         with pytest.raises(WrongValuesError) as caught:
