@@ -103,8 +103,8 @@ def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) 
 def _run_dirs(config: Config) -> list[Path]:
     """Return `run_dir`, or the results folders of the last run: several after an upgrade."""
     if config.run_dir is not None:
-        return [Path(config.run_dir)]
-    path = Path(config.base_results_dir) / LAST_RUN
+        return [config.run_dir]
+    path = config.base_results_dir / LAST_RUN
     last = read_as(path, _LastRun, "the folder of the last run")
     return [] if last is None else [Path(each) for each in last.results_dirs or [last.results_dir]]
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
 from launcher_scripts import job_folder
 from launcher_scripts.actions import jobs_in, live_job_problem, record_last_run
@@ -198,7 +197,7 @@ def execute(
                 run.render()
         if runs[0].only_renders:
             return EXIT_OK
-        record_last_run(Path(config.base_results_dir), *(run.config.results_dir for run in runs))
+        record_last_run(config.base_results_dir, *(run.config.results_dir for run in runs))
         return start(runs, console)
     except OSError as error:
         error.filename = error.filename or str(config.results_dir)

@@ -60,7 +60,7 @@ _GATE_STATUSES = (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)  # exit statuses with a
 def problems_of_upgrade(config: Config, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the problems of the section `upgrade`, and of overrides that conflict with it."""
     rows = config.upgrade.rows
-    options = EvaluationOptions(**vars(config.evaluate), data_dir=Path(config.data_dir))
+    options = EvaluationOptions(**vars(config.evaluate), data_dir=config.data_dir)
     found = check_gate(config.upgrade.gate, options)
     yield from (problem.replace("evaluate.gate", "upgrade.gate") for problem in found)
     yield from decided_elsewhere(overrides, _DECIDED, "action=upgrade decides it for each row")
@@ -110,7 +110,7 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
     """Return the command line of each row by row name; each has its own results folder."""
     found = {}
     for name, keys in config.upgrade.rows.items():
-        results = hydra_text(str(Path(config.upgrade.output_dir) / name))
+        results = hydra_text(str(config.upgrade.output_dir / name))
         own = dict(_flat(keys))
         engine = own.get("deploy.engine", config.deploy.engine)
         is_on = own.get("deploy.openai.enabled", config.deploy.openai.enabled)
@@ -125,7 +125,7 @@ def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str,
 
 def wait_for_rows(config: Config, console: Console) -> None:
     """Wait until the rows' jobs that an earlier command left behind have ended."""
-    folders = [Path(config.upgrade.output_dir, name) for name in config.upgrade.rows]
+    folders = [config.upgrade.output_dir / name for name in config.upgrade.rows]
     while alive := [
         f"{folder.name}: the job {job.job_id} of {job.stage}"
         for folder in filter(Path.is_dir, folders)
@@ -153,7 +153,7 @@ def run_and_decide(config: Config, rows: Sequence[Run], console: Console) -> int
     """
     from inference.compare import decide
 
-    folder = Path(config.upgrade.output_dir)
+    folder = config.upgrade.output_dir
     status = run_rows(rows, console, wait=config.wait)
     if status == EXIT_INTERRUPTED:
         return status
@@ -179,7 +179,7 @@ def _result(row: Run) -> tuple[str, Any]:
     if row.status not in (EXIT_OK, *_GATE_STATUSES):
         return row.name, "; ".join(_errors(row)) or f"it ended with status {row.status}"
     try:
-        return row.name, read_run(Path(row.config.evaluate.output_dir) / "report.json")
+        return row.name, read_run(row.config.evaluate.output_dir / "report.json")
     except (OSError, ValueError) as error:
         return row.name, str(error)
 

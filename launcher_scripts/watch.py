@@ -81,11 +81,11 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.options = self.config.watch
-        made = Path(self.config.export.triton_deployment.triton_model_dir).parent
+        made = self.config.export.triton_deployment.triton_model_dir.parent
         is_own = self.config.results_dir in made.parents
         self.state = WatchState(
             self.options,
-            Path(self.config.export.run.training_dir or ""),
+            self.config.export.run.training_dir or Path(),
             repository=made.relative_to(self.config.results_dir) if is_own else None,
             gated=tuple(self.config.evaluate.gate),
         )
@@ -267,18 +267,17 @@ class Watch:
         watched.attempts += 1
         # Its stages finished under an earlier watch that was killed; only a kept server is missing.
         if not run.jobs or (self.options.exchange and {*run.jobs} == {"deploy"}):
-            self._take_figures(watched, Path(run.config.evaluate.output_dir) / REPORT_NAME, "")
+            self._take_figures(watched, run.config.evaluate.output_dir / REPORT_NAME, "")
             return True
         if watched.server is not None:
             self.state.held.setdefault(watched.server, []).append(watched.step)
         watched.state = RUNNING
         watched.jobs = list(run.jobs)
-        watched.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
+        watched.report = str(run.config.evaluate.output_dir / REPORT_NAME)
         self.state.write()
         run.begin()
         running = (e.step for e in self.state.in_order if e.state == RUNNING)
-        base = Path(self.config.base_results_dir)
-        record_last_run(base, *map(self.state.results_of, running))
+        record_last_run(self.config.base_results_dir, *map(self.state.results_of, running))
         if run.launcher.in_foreground:
             self._local_runs[watched.step] = run
         elif run.submit_all() != EXIT_OK:

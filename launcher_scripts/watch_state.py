@@ -117,7 +117,7 @@ class WatchState:
     @property
     def folder(self) -> Path:
         """The folder of the state, the page and the results of each step."""
-        return Path(self.options.output_dir)
+        return self.options.output_dir
 
     def results_of(self, step: int) -> Path:
         """Return the folder of a checkpoint's pipeline."""

@@ -91,7 +91,7 @@ class EvaluateStage(Stage):
                 "to use the pipeline's own server."
             )
         folder = options.tokenizer
-        if options.protocol == OPENAI and (folder is None or not find_tokenizer(Path(folder))):
+        if options.protocol == OPENAI and (folder is None or not find_tokenizer(folder)):
             yield (
                 f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
                 "give the folder of the served model's tokenizer.json or tokenizer.model."
@@ -103,7 +103,7 @@ class EvaluateStage(Stage):
 
     @property
     def _output_dir(self) -> Path:
-        return Path(self.options.output_dir)
+        return self.options.output_dir
 
     def outputs(self) -> list[Path]:
         """Return the report."""

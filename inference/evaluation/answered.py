@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = (
 
 def answer_journal(task: Task, dataset: Dataset, samples: Sequence[Sample]) -> Journal:
     """Return the journal of a task's answers; answers to other questions are discarded."""
-    path = Path(task.options.output_dir) / f"{task.name}{_SUFFIX}"
+    path = task.options.output_dir / f"{task.name}{_SUFFIX}"
     return Journal(path, _identity(task, dataset, samples))
 
 

@@ -33,7 +33,7 @@ _MAX_SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest contex
 class LambadaOptions:
     """`evaluate.lambada`: last-word prediction."""
 
-    data_path: str | None = option(
+    data_path: Path | None = option(
         "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", None, is_path=True
     )
     metrics: list[str] = option("what to measure", [*LAMBADA_METRICS])
@@ -54,8 +54,8 @@ class PromptOptions:
 class TextTaskOptions:
     """`evaluate.<task>` of a task whose answer is text."""
 
-    data_path: str | None = option("the data", None, is_path=True)
-    target_path: str | None = option("translation: the reference lines", None, is_path=True)
+    data_path: Path | None = option("the data", None, is_path=True)
+    target_path: Path | None = option("translation: the reference lines", None, is_path=True)
     template: str | None = option("prompt with the data's fields in braces", None, has_lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
     method: str = option(
@@ -78,7 +78,7 @@ class HarnessOptions:
     url: str | None = option(
         "base URL of the endpoint, such as http://node1:8003/v1; null: the pipeline's", None
     )
-    include_path: str | None = option("folder with tasks of your own", None, is_path=True)
+    include_path: Path | None = option("folder with tasks of your own", None, is_path=True)
     num_fewshot: int | None = option(
         "examples before each question; null: the task's own", None, within=(0, 1000)
     )
@@ -175,15 +175,15 @@ Bounds = Mapping[str, Bound]  # by metric
 class EndpointOptions(JobOptions):
     """Keys of a stage that sends requests to a server."""
 
-    ca: str | None = option("use TLS, and trust these PEM certificates", None, is_path=True)
-    token_file: str | None = option(
+    ca: Path | None = option("use TLS, and trust these PEM certificates", None, is_path=True)
+    token_file: Path | None = option(
         "send the first token in this file, of mode 600", None, is_path=True
     )
 
     @property
     def credentials(self) -> Credentials:
         """The TLS certificates and the token of requests."""
-        return Credentials.of(self.ca, self.token_file)
+        return Credentials(self.ca is not None, self.ca, self.token_file)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class EvaluateSection(EndpointOptions):
         "its own",
         None,
     )
-    shared_server: str | None = option(
+    shared_server: Path | None = option(
         "folder of another run's deploy stage, whose server replaces its weights with this run's",
         None,
         is_path=True,
@@ -209,12 +209,12 @@ class EvaluateSection(EndpointOptions):
     model: str | None = option(
         "name of the model at a server of protocol=openai; null: its only one", None
     )
-    tokenizer: str | None = option(
+    tokenizer: Path | None = option(
         "folder of the tokenizer for protocol=openai; null: the served model's",
         None,
         is_path=True,
     )
-    output_dir: str = option("where the report goes", is_path=True)
+    output_dir: Path = option("where the report goes", is_path=True)
     concurrency: int = option("requests kept in flight", 32, within=(1, _MAX_IN_FLIGHT))
     limit: int | None = option("evaluate only this many samples", None, within=(1, INT32))
     seed: int = option("seed of random choices", 1234, within=(0, (1 << 63) - 1))
@@ -238,7 +238,7 @@ class EvaluateSection(EndpointOptions):
         "none",
         choices=("none", "compare", "update"),
     )
-    baseline_path: str | None = option("the baseline's file", None, is_path=True)
+    baseline_path: Path | None = option("the baseline's file", None, is_path=True)
     lambada: LambadaOptions = field(default_factory=LambadaOptions)
     boolq: TextTaskOptions = field(default_factory=TextTaskOptions)
     mnli: TextTaskOptions = field(default_factory=TextTaskOptions)

@@ -168,12 +168,6 @@ class Credentials:
     ca: Path | None = None  # trusted certificate authorities, PEM; None: this machine's
     token_file: Path | None = None  # mode 600; the client sends its first line
 
-    @classmethod
-    def of(cls, ca: str | None, token_file: str | None) -> "Credentials":
-        """Return the credentials in two files; `ca` switches TLS on."""
-        paths = (None if path is None else Path(path) for path in (ca, token_file))
-        return cls(ca is not None, *paths)
-
     def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
         """Read the files and return every problem, each under its option."""
         found = _token_problems(f"{prefix}token{joiner}file", self.token_file)

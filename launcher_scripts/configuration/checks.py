@@ -4,7 +4,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from foundations.files.disk import folder_problem
 from launcher_scripts.configuration.schema import Config
@@ -53,7 +52,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
     named: set[str] = set()  # several keys may name one folder, or folders below it
     for key in _WRITTEN_FOLDERS:
         folder = config.at(key)
-        problem = None if folder is None else folder_problem(Path(folder))
+        problem = None if folder is None else folder_problem(folder)
         if problem and problem not in named:
             named.add(problem)
             yield f"{key}={folder}: {problem}; choose a folder of yours."

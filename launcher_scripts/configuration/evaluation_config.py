@@ -50,7 +50,7 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "stages, or name a running server in evaluate.server."
         )
     is_shared = evaluate.shared_server is not None
-    endpoint_path = Path(evaluate.shared_server or config.results_dir / "deploy") / ENDPOINT_NAME
+    endpoint_path = (evaluate.shared_server or config.results_dir / "deploy") / ENDPOINT_NAME
     return EvaluateStage(
         job,
         options=_evaluation_options(config, server),
@@ -75,9 +75,8 @@ def certify_stage(config: Config, job: JobSettings, _: object) -> CertifyStage:
             "and give its address as certify.endpoint instead of certify.serve=true."
         )
     if options.serve:
-        access = (config.deploy.tls_cert, config.deploy.token_file)
-        ca, token_file = (None if path is None else str(path) for path in access)
-        options = replace(options, ca=ca, token_file=token_file)
+        deploy = config.deploy
+        options = replace(options, ca=deploy.tls_cert, token_file=deploy.token_file)
     own = cached_model(Path(options.source)) if options.source else request.checkpoint_path
     return CertifyStage(
         job,
@@ -98,7 +97,7 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
         facts = {"tp_size": server.tp_size, "pp_size": server.pp_size}
         if not server.serves_existing:
             form, kind = config.convert.fp8, model.weight_data_type
-            facts["checkpoint"] = model.checkpoint_path
+            facts["checkpoint"] = str(model.checkpoint_path)
             facts["weight_data_type"] = kind if form is None else f"fp8 by {form}, {kind}"
             if {"dtype", "quantization"}.isdisjoint(key.replace("-", "_") for key in server.vllm):
                 facts["data_type"] = triton.data_type
@@ -118,18 +117,17 @@ def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFa
 
 def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptions:
     section = config.evaluate
-    source = find_checkpoint(cached_model(Path(config.export.model.checkpoint_path)))
+    source = find_checkpoint(cached_model(config.export.model.checkpoint_path))
     # URL at which the server will speak OpenAI's protocol, if known.
     expected = section.server if section.protocol == OPENAI else None
     if section.server is None and server.openai.enabled:
         expected = f"http://{server.host}:{server.openai.port}/v1"
-    tokenizer = Path(section.tokenizer) if section.tokenizer else None
     if server.is_other_engine and section.server is None:
         known: Fields = {
             "protocol": OPENAI,
             "model": section.model or server.model_name,
             "ensemble_name": None,
-            "tokenizer_dir": tokenizer or server.folder,
+            "tokenizer_dir": section.tokenizer or server.folder,
             "served_dirs": tuple(filter(None, (server.folder, server.adapter))),
             "source_path": server.folder if server.serves_existing else source,
         }
@@ -142,7 +140,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         most = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN
         known = {
             "ensemble_name": ENSEMBLE if has_ensemble(config) else None,
-            "tokenizer_dir": tokenizer or weights_dir,
+            "tokenizer_dir": section.tokenizer or weights_dir,
             "weights_dir": weights_dir,
             "source_path": source,
             "max_seq_len": most if is_bounded else None,
@@ -150,7 +148,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         }
     return EvaluationOptions(
         **vars(section) | known,
-        data_dir=Path(config.data_dir),
+        data_dir=config.data_dir,
         openai_url=section.harness.url or expected,
         model_name=server.model_name,
         given=tuple((name, str(value)) for name, value in config.convert.given.items()),

@@ -28,8 +28,8 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
     values = {name: config.at(key) for name, key in CONVERSION_KEYS.items()}
     values |= {
         "given": tuple((name, str(value)) for name, value in config.convert.given.items()),
-        "checkpoint_path": cached_model(Path(config.export.model.checkpoint_path)),
-        "output_dir": Path(config.export.triton_deployment.triton_model_dir) / "1",
+        "checkpoint_path": cached_model(config.export.model.checkpoint_path),
+        "output_dir": config.export.triton_deployment.triton_model_dir / "1",
         "for_text": exports and len(_model_folders(config)) > 1,
     }
     if not has_shards:  # the sizes are the server's; only shards are divided
@@ -47,7 +47,6 @@ def repository_request(config: Config) -> RepositoryRequest:
         is_flag = isinstance(value, bool) and (known is None or known.kind is FLAG)
         parameters[name] = str(int(value)) if is_flag else shown(value)
     values |= {
-        "model_dir": Path(values["model_dir"]),
         "int8_mode": int(values["int8_mode"]),
         "enable_custom_all_reduce": int(values["enable_custom_all_reduce"]),
         "parameters": parameters,

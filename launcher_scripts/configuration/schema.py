@@ -129,9 +129,9 @@ class RunSection(JobOptions):
     dependency: str | None = option(
         "dependency of the first job, such as singleton", None, form=_DEPENDENCY
     )
-    training_dir: str | None = option("folder of the training run", None, is_path=True)
+    training_dir: Path | None = option("folder of the training run", None, is_path=True)
     config_summary: str = option("distinguishes exports of one model in folder names", is_name=True)
-    results_dir: str = option("folder of this export: logs, repository and report", is_path=True)
+    results_dir: Path = option("folder of this export: logs, repository and report", is_path=True)
     model_type: str = option("kind of checkpoint: gpt3, t5, mt5, ...")
     gpus_per_node: int | None = option(
         "GPUs for convert and export, which need none", None, within=(1, NODE_GPUS)
@@ -142,7 +142,7 @@ class RunSection(JobOptions):
 class ModelSection:
     """`export.model`: the checkpoint and how its weights are divided."""
 
-    checkpoint_path: str = option(
+    checkpoint_path: Path = option(
         "a .nemo file, an unpacked one, a folder of checkpoints, or the id of a cached model of "
         "the Hugging Face hub",
         is_path=True,
@@ -163,7 +163,7 @@ class ModelSection:
 class TritonDeploymentSection:
     """`export.triton_deployment`: contents of the Triton repository."""
 
-    triton_model_dir: str = option(
+    triton_model_dir: Path = option(
         "folder of the served model; its parent is the Triton repository", is_path=True
     )
     max_batch_size: int = option("largest batch that the server accepts", within=(1, INT32))
@@ -212,7 +212,7 @@ class AccuracySection:
     """`export.accuracy`: measure the exported model as part of the export."""
 
     enabled: bool = option("run evaluate after export", False)
-    test_data: str | None = option("passages to evaluate with, JSON Lines", None, is_path=True)
+    test_data: Path | None = option("passages to evaluate with, JSON Lines", None, is_path=True)
 
 
 @dataclass
@@ -248,7 +248,7 @@ class ConvertSection(ConversionOptions):
 class WatchSection:
     """`watch`: how action=watch follows the training run `export.run.training_dir`."""
 
-    output_dir: str = option("folder of its state, its page and the results by step", is_path=True)
+    output_dir: Path = option("folder of its state, its page and the results by step", is_path=True)
     metric: str | None = option(
         "figure that decides which checkpoint is best; null: the first in which two differ, among "
         "those that evaluate.gate bounds, then perplexities, then the rest",
@@ -300,7 +300,7 @@ class UpgradeSection:
         "point of each share, and 1 % of each perplexity, at 95 %",
         {},
     )
-    output_dir: str = option("folder of the rows' results, and of the page", is_path=True)
+    output_dir: Path = option("folder of the rows' results, and of the page", is_path=True)
 
 
 @dataclass
@@ -315,11 +315,11 @@ class Config:
 
     stages: list[str] = option("what to run: convert, certify, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
-    launcher_scripts_path: str = option(
+    launcher_scripts_path: Path = option(
         "the folder launcher_scripts of a checkout", is_path=True, form=_SCRIPTS
     )
-    data_dir: str = option("folder of data sets", is_path=True)
-    base_results_dir: str = option("folder of all results", is_path=True)
+    data_dir: Path = option("folder of data sets", is_path=True)
+    base_results_dir: Path = option("folder of all results", is_path=True)
     dry_run: bool = option("write and print every job's script and configuration; start nothing")
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs until they end", False)
@@ -330,7 +330,7 @@ class Config:
         "run",
         choices=("run", "status", "logs", "cancel", "upgrade", "watch"),
     )
-    run_dir: str | None = option(
+    run_dir: Path | None = option(
         "results folder that action works on; null: that of the last run", None, is_path=True
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
@@ -371,7 +371,7 @@ class Config:
     @property
     def results_dir(self) -> Path:
         """The folder that holds a folder for each stage."""
-        return Path(self.export.run.results_dir)
+        return self.export.run.results_dir
 
     def image_of(self, stage: str) -> str | None:
         """Return the image in which a stage runs, None for none."""

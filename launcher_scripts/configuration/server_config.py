@@ -17,7 +17,7 @@ _STARTS_CONTAINERS = ("bcm", "kubernetes")
 def server_config(config: Config) -> DeployConfig:
     """Return the settings of the server. Raises ValueError if its ranks do not fit."""
     deploy = config.deploy
-    model_dir = Path(config.export.triton_deployment.triton_model_dir)
+    model_dir = config.export.triton_deployment.triton_model_dir
     sizes = _served_sizes(config)
     placement = _placement(config, sizes)
     # Ids of the visible GPUs if this machine serves and has any.

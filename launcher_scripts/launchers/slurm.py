@@ -84,7 +84,7 @@ class SlurmLauncher(Launcher):
             f"{key}={path} is on a local file system of this machine ({kind}); every node must "
             "have it under the same path"
             for key, path in folders.items()
-            if (kind := local_file_system(Path(path))) is not None
+            if (kind := local_file_system(path)) is not None
         ]
         unknown = [] if self.config.is_dry_run else unknown_dependencies(self.config)
         return [*local, *unknown]

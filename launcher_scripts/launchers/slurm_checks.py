@@ -101,7 +101,7 @@ def _options(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     """Yield the folders below which Slurm cannot write logs."""
     for key in ("base_results_dir", "export.run.results_dir"):
-        if "\\" in (path := config.at(key)):
+        if "\\" in str(path := config.at(key)):
             yield (
                 f"{key}={path}: Slurm writes no log to a path with a backslash; choose another "
                 "folder."
@@ -120,7 +120,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
                 f"path, such as {Path(image).absolute()}."
             )
     for key in MOUNTED if images else ():
-        path = config.at(key)
+        path = str(config.at(key))
         if ":" in path or "," in path:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
 

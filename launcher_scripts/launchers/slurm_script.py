@@ -176,7 +176,7 @@ def step_of(job: Job) -> JobStep | None:
 
 def mounts(config: Config) -> list[str]:
     """Return the mounts, `source:target`, of all folders that a container needs."""
-    own = (config.at(key) for key in MOUNTED)
+    own = (str(config.at(key)) for key in MOUNTED)
     further = (str(mount) for mount in config.container_mounts if mount is not None)
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in wanted]

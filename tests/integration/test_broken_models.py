@@ -197,14 +197,14 @@ def test_a_model_that_is_asked_wrongly_does_not_pass(
 
 def gate_of(folder: Path, output_dir: Path, kind: type[EngineModel] = EngineModel) -> GateResult:
     options = EvaluationOptions(
-        output_dir=str(output_dir),
+        output_dir=output_dir,
         data_dir=output_dir,
-        lambada=LambadaOptions(data_path=str(PASSAGES), metrics=[*GATE]),
+        lambada=LambadaOptions(data_path=PASSAGES, metrics=[*GATE]),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
         gate=GATE,
         baseline="compare",
-        baseline_path=str(BASELINE),
+        baseline_path=BASELINE,
     )
     placement = Placement(data_type="fp32", device="cpu")
     with Engine(folder, placement, options=EngineOptions(max_lanes=16)) as engine:

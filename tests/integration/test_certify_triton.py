@@ -121,7 +121,7 @@ def test_latency_needs_no_task(root: Path, server: ModelServer, name: str, tmp_p
     _, tp_size = MODELS[name]
     weights = root / "repository" / name / "1" / f"{tp_size}-gpu"
     options = EvaluationOptions(
-        output_dir=str(tmp_path / "out"),
+        output_dir=tmp_path / "out",
         data_dir=tmp_path,
         tasks=[],
         url=server.address("grpc"),

@@ -53,17 +53,17 @@ def server(
 def options(server: ModelServer, tmp_path: Path) -> EvaluationOptions:
     """Return options that ask for the bundled passages through the ensemble over gRPC."""
     return EvaluationOptions(
-        output_dir=str(tmp_path / "out"),
+        output_dir=tmp_path / "out",
         data_dir=tmp_path,
         url=server.address("grpc"),
-        lambada=LambadaOptions(data_path=str(PASSAGES)),
+        lambada=LambadaOptions(data_path=PASSAGES),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
     )
 
 
 def assert_equals_recorded(options: EvaluationOptions, recorded: Path = RECORDED) -> Report:
-    report = evaluate(replace(options, baseline="compare", baseline_path=str(recorded)), FACTS)
+    report = evaluate(replace(options, baseline="compare", baseline_path=recorded), FACTS)
     predictions = read_predictions(Path(options.output_dir) / "predictions.jsonl")
     assert len(predictions) == report.tasks[0].dataset.count
     for each in predictions:
@@ -102,7 +102,7 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     data_path = tmp_path / "closest.jsonl"
     data_path.write_text("".join(lines[index] + "\n" for index in chosen))
     names = ["lambada_last_token", "lambada_last_word"]
-    lambada = LambadaOptions(data_path=str(data_path), metrics=names)
+    lambada = LambadaOptions(data_path=data_path, metrics=names)
     dataset, samples = Lambada(replace(options, lambada=lambada)).prepare()
     predictions = []
     for each, index in zip(sample_ids(samples), chosen, strict=True):
@@ -128,7 +128,7 @@ def test_a_latency_sweep_is_measured(options) -> None:
 def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"text": "word " * 600 + "end"}) + "\n")
-    lambada = LambadaOptions(data_path=str(path))
+    lambada = LambadaOptions(data_path=path)
     with pytest.raises(EvaluationError, match="exceeds max_pos_seq_len"):
         evaluate(replace(options, lambada=lambada), FACTS)
 

@@ -36,9 +36,9 @@ HEADER = {LIGHT: (0xFF, 0xFF, 0xFF), DARK: (0x17, 0x1E, 0x26)}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     options = EvaluationOptions(
-        output_dir=str(folder / "out"),
+        output_dir=folder / "out",
         data_dir=folder,
-        lambada=LambadaOptions(data_path=str(write_passages(folder / "passages.jsonl"))),
+        lambada=LambadaOptions(data_path=write_passages(folder / "passages.jsonl")),
         latency=LatencyOptions(shapes=["8+1", "8+4"], concurrencies=[1, 2], requests=4),
         gate={"lambada_last_word": {"min": 0.1}},
     )

@@ -93,9 +93,9 @@ def options(
 ) -> EvaluationOptions:
     data_path = folder / f"{task}.jsonl"
     data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own: dict[str, Any] = {task: TextTaskOptions(data_path=str(data_path), **task_options)}
+    own: dict[str, Any] = {task: TextTaskOptions(data_path=data_path, **task_options)}
     return EvaluationOptions(
-        output_dir=str(folder / "out"),
+        output_dir=folder / "out",
         data_dir=folder,
         url=server.address("grpc"),
         tasks=[task],

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from foundations.files.disk import folder_problem
 from foundations.files.json_content import Table
@@ -109,7 +108,7 @@ def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:
         return []  # refused by its choices
     if options.baseline_path is None:
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
-    path = Path(options.baseline_path)
+    path = options.baseline_path
     if options.baseline == "update":
         if not (path.is_dir() or folder_problem(path.parent)):
             return []

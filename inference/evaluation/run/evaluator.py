@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
-from pathlib import Path
 
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.identity import checkpoint_hash
@@ -74,7 +73,7 @@ def evaluate(
     """
     if problems := [*check_evaluation(options)]:
         raise ValueError("\n".join(problems))
-    output_dir = Path(options.output_dir)
+    output_dir = options.output_dir
     try:
         return _evaluate(options, facts, model, progress)
     except (EvaluationError, ValueError) as error:
@@ -100,7 +99,7 @@ def _evaluate(
     if problems := [*check_bounds_of_groups(bounds, prepared)]:
         raise ValueError("\n".join(problems))
     baseline = stored_baseline(options, prepared)
-    output_dir = Path(options.output_dir)
+    output_dir = options.output_dir
     output_dir.mkdir(parents=True, exist_ok=True)
     for name in FILE_NAMES:  # files of two reports must not be mixed
         (output_dir / name).unlink(missing_ok=True)
@@ -181,8 +180,7 @@ def _gated(
     baseline=update records the baseline only if every absolute bound holds; relative bounds apply
     to later runs.
     """
-    path = None if options.baseline_path is None else Path(options.baseline_path)
-    updated = path if options.baseline == "update" else None
+    updated = options.baseline_path if options.baseline == "update" else None
     bounds = report.bounds
     if updated is not None:
         bounds = {name: Bound(min=each.min, max=each.max) for name, each in bounds.items()}

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import Bounds, EvaluationOptions
@@ -75,7 +74,7 @@ def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) ->
     """Return the configured baseline, or an empty one. Raises ValueError if samples differ."""
     if options.baseline != "compare" or options.baseline_path is None:
         return Baseline()
-    baseline = read_baseline(Path(options.baseline_path))
+    baseline = read_baseline(options.baseline_path)
     for each in prepared:
         baseline.check(each.task.name, each.task.version, each.dataset, each.samples)
     return baseline

@@ -43,7 +43,7 @@ def missing_files(task: str, options: object, *keys: str) -> list[str]:
     return [
         f"evaluate.{task}.{key}={path} is not a file; name an existing file, or null."
         for key in keys
-        if (path := attrgetter(key)(options)) is not None and not Path(path).is_file()
+        if (path := attrgetter(key)(options)) is not None and not path.is_file()
     ]
 
 
@@ -170,7 +170,7 @@ def _official_squad(table: Table) -> list[Table]:
     ]
 
 
-def translation_rows(path: Path, target_path: str | None) -> list[Row]:
+def translation_rows(path: Path, target_path: Path | None) -> list[Row]:
     """Read pairs of source and target lines, without SentencePiece's marks.
 
     Without a target file, `path` is JSON Lines with `source` and `target`.
@@ -181,7 +181,7 @@ def translation_rows(path: Path, target_path: str | None) -> list[Row]:
     if target_path is None:
         rows = read_rows(path, "source", "target")
         return [Row({"source": row["source"]}, (row["target"],)) for row in rows]
-    sources, targets = _detokenised_lines(path), _detokenised_lines(Path(target_path))
+    sources, targets = _detokenised_lines(path), _detokenised_lines(target_path)
     if len(sources) != len(targets) or not sources:
         raise ValueError(
             f"{path} has {len(sources)} lines and {target_path} has {len(targets)}; they must "

@@ -16,7 +16,6 @@ from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from foundations.files.json_content import Fields, Table
@@ -102,7 +101,7 @@ class HarnessTask(Task):
                 "set deploy.openai.enabled=true, or evaluate.harness.url for a running server."
             )
         folder = self.options.harness.include_path
-        if folder is not None and not Path(folder).is_dir():
+        if folder is not None and not folder.is_dir():
             yield f"evaluate.harness.include_path={folder} is not a folder."
         if self.options.tokenizer is not None and find_spec("transformers") is None:
             yield (
@@ -194,7 +193,8 @@ class HarnessTask(Task):
     def _manager(self) -> Any:
         from lm_eval.tasks import TaskManager
 
-        return TaskManager(include_path=self.options.harness.include_path)
+        folder = self.options.harness.include_path
+        return TaskManager(include_path=None if folder is None else str(folder))
 
     @cached_property
     def _client(self) -> OpenAIClient:
@@ -290,7 +290,7 @@ class HarnessTask(Task):
             "max_retries": 1,  # the client retries
             "seed": options.seed,
             "auth_token": token or None,  # for the endpoint's tokenizer
-            "ca_cert_path": options.ca,
+            "ca_cert_path": None if options.ca is None else str(options.ca),
             **({} if chat else self._tokenizer(str(model["id"]))),
         }
 
@@ -316,7 +316,7 @@ class HarnessTask(Task):
         )
         return {
             "tokenizer_backend": "huggingface",
-            "tokenizer": folder,
+            "tokenizer": str(folder),
             "tokenized_requests": takes_ids,
         }
 

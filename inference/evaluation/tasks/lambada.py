@@ -119,7 +119,7 @@ class Lambada(Task):
 
     @property
     def _path(self) -> Path:
-        return Path(self.options.lambada.data_path or self.options.data_dir / _DATA)
+        return self.options.lambada.data_path or self.options.data_dir / _DATA
 
     def data_problem(self) -> str:
         """Return the expected path of the passages and their source; empty if they exist."""

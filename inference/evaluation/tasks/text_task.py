@@ -162,7 +162,7 @@ class TextTask(Task):
                 script that the metric cannot score.
         """
         assert self.task_options.data_path is not None, "checked before"
-        path = Path(self.task_options.data_path)
+        path = self.task_options.data_path
         template = self.task_options.template or self.kind.template
         if self.task_options.template is None and self.task_options.method == "log_likelihood":
             template = self.kind.likelihood_template or template

@@ -39,9 +39,9 @@ def test_defaults_are_those_of_the_guide():
     assert config.export.run.name == "export_gpt3_5b"
     assert config.export.run.config_summary == "tp8_pp1_fp16_fp16"
     results = f"{CHECKOUT}/launcher_scripts/results/gpt3_5b"
-    assert config.export.run.results_dir == f"{results}/export_tp8_pp1_fp16_fp16"
-    assert config.export.model.checkpoint_path == f"{results}/checkpoints"
-    assert config.export.triton_deployment.triton_model_dir == (
+    assert str(config.export.run.results_dir) == f"{results}/export_tp8_pp1_fp16_fp16"
+    assert str(config.export.model.checkpoint_path) == f"{results}/checkpoints"
+    assert str(config.export.triton_deployment.triton_model_dir) == (
         f"{results}/export_tp8_pp1_fp16_fp16/model_repo/gpt3_5b"
     )
 
@@ -59,7 +59,7 @@ def test_command_line_of_the_guide_is_understood():
     ).config
     assert config is not None
     assert config.cluster_type == "bcp"
-    assert config.export.run.results_dir == "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16"
+    assert str(config.export.run.results_dir) == "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16"
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose("base_results_dir=./out", "export.model.checkpoint_path=a.nemo").config
     assert config is not None
-    assert config.base_results_dir == str(tmp_path / "out")
-    assert config.export.run.results_dir.startswith(str(tmp_path / "out"))
-    assert config.export.model.checkpoint_path == str(tmp_path / "a.nemo")
+    assert config.base_results_dir == tmp_path / "out"
+    assert config.export.run.results_dir.is_relative_to(tmp_path / "out")
+    assert config.export.model.checkpoint_path == tmp_path / "a.nemo"
 
 
 def test_home_and_variables_in_paths_are_replaced(monkeypatch):
@@ -286,7 +286,7 @@ def test_home_and_variables_in_paths_are_replaced(monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch")
     config = compose("data_dir=~/data", "base_results_dir=$SCRATCH/r").config
     assert config is not None
-    assert (config.data_dir, config.base_results_dir) == ("/h/data", "/scratch/r")
+    assert (config.data_dir, config.base_results_dir) == (Path("/h/data"), Path("/scratch/r"))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_folder_has_one_name_however_it_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = compose("base_results_dir=runs/../runs").config
     assert config is not None
-    assert config.base_results_dir == str(tmp_path / "runs")
+    assert config.base_results_dir == tmp_path / "runs"
 
 
 def test_bounds_are_given_by_name():

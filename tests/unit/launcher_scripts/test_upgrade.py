@@ -117,14 +117,14 @@ def test_each_row_has_its_keys_and_a_folder(tmp_path):
 def outcomes(tmp_path, monkeypatch) -> list[Any]:
     """Return two rows that have ended, the second of which says nothing that is right."""
     options = EvaluationOptions(
-        output_dir="",
+        output_dir=Path(),
         data_dir=tmp_path,
-        lambada=LambadaOptions(data_path=str(write_passages(tmp_path / "passages.jsonl"))),
+        lambada=LambadaOptions(data_path=write_passages(tmp_path / "passages.jsonl")),
         latency=LatencyOptions(enabled=False),
     )
     model, found = partly_right_model(), []
     for name in ("now", "next"):
-        evaluate(replace(options, output_dir=str(tmp_path / name)), RunFacts(name), model=model)
+        evaluate(replace(options, output_dir=tmp_path / name), RunFacts(name), model=model)
         model.continuations.clear()
         model.log_prob = -3.0
         run = SimpleNamespace(
@@ -133,7 +133,7 @@ def outcomes(tmp_path, monkeypatch) -> list[Any]:
             jobs={},
             launcher=SimpleNamespace(in_foreground=True),
             records=dict,
-            config=SimpleNamespace(evaluate=SimpleNamespace(output_dir=str(tmp_path / name))),
+            config=SimpleNamespace(evaluate=SimpleNamespace(output_dir=tmp_path / name)),
         )
         found.append(run)
     monkeypatch.setattr(upgrade, "run_rows", lambda *_, **__: 0)

@@ -61,7 +61,7 @@ def words(tmp_path: Path, *more: str) -> list[str]:
 def watch(tmp_path: Path, *more: str) -> tuple[int, dict[int, Watched]]:
     status = main(words(tmp_path, *more))
     (path,) = (tmp_path / "gpt_books_5m").glob("watch_*/watch.json")
-    state = WatchState(WatchSection(str(path.parent)), tmp_path / "a run's")
+    state = WatchState(WatchSection(path.parent), tmp_path / "a run's")
     state.read()
     return status, state.watched
 
@@ -283,7 +283,7 @@ class FakeRun:
     def begin(self) -> None:
         type(self).alive.append(self)
         type(self).most = max(self.most, len(self.alive))
-        self.started.append(int(self.config.export.model.checkpoint_path.rpartition("-")[2]))
+        self.started.append(int(self.config.export.model.checkpoint_path.name.rpartition("-")[2]))
 
     def advance(self) -> int | None:
         if self.interrupt_at is not None and len(self.started) >= self.interrupt_at:
@@ -306,8 +306,9 @@ def for_one(config: Config, words: Sequence[str]) -> tuple[Config, dict[str, str
     pairs = (word.split("=", 1) for word in words)
     chosen = {key: value.strip("'\"") for key, value in pairs}
     one = copy.deepcopy(config)
-    one.export.model.checkpoint_path = chosen["export.model.checkpoint_path"]
-    one.export.run = replace(one.export.run, results_dir=chosen["export.run.results_dir"])
+    one.export.model.checkpoint_path = Path(chosen["export.model.checkpoint_path"])
+    results = Path(chosen["export.run.results_dir"])
+    one.export.run = replace(one.export.run, results_dir=results)
     return one, chosen
 
 
@@ -395,7 +396,7 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(tmp_path, run: Path, m
     def compose(words: Sequence[str]) -> Composition:
         one, chosen = for_one(config, words)
         shared = chosen.get("evaluate.shared_server")
-        one.evaluate = replace(one.evaluate, shared_server=shared)
+        one.evaluate = replace(one.evaluate, shared_server=Path(shared) if shared else None)
         assert (chosen.get("deploy.keep") == "true") == (shared is None)
         assert ("deploy" in chosen["stages"]) == (shared is None)
         return Composition(one)
@@ -563,6 +564,6 @@ def test_the_best_is_the_better_by_the_first_figure_that_differs(
 def test_best_that_is_none_of_the_checkpoints_is_forgotten(tmp_path):
     saved = {"run": str(tmp_path), "best": 5, "watched": [], "held": {}}
     (tmp_path / "watch.json").write_text(json.dumps(saved))
-    state = WatchState(WatchSection(str(tmp_path)), tmp_path)
+    state = WatchState(WatchSection(tmp_path), tmp_path)
     state.read()
     assert state.best_checkpoint is None

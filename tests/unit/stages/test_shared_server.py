@@ -64,9 +64,7 @@ def asked(tmp_path: Path, server: Server, **changes: Any) -> Iterator[EvaluateSt
     output = tmp_path / "report"
     output.mkdir()
     deploy = DeployConfig(folder=tmp_path / "mine", model_name="gpt", **changes)
-    options = EvaluationOptions(
-        output_dir=str(output), data_dir=tmp_path, shared_server=str(server.folder)
-    )
+    options = EvaluationOptions(output_dir=output, data_dir=tmp_path, shared_server=server.folder)
     stage = EvaluateStage(
         JobSettings("evaluate", tmp_path),
         options,

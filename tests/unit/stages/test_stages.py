@@ -75,8 +75,9 @@ def server(tmp_path: Path, **changes: Any) -> DeployConfig:
 
 
 def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any) -> EvaluateStage:
-    report = str(tmp_path / "report")
-    options = EvaluationOptions(output_dir=report, server=server_url, data_dir=tmp_path)
+    options = EvaluationOptions(
+        output_dir=tmp_path / "report", server=server_url, data_dir=tmp_path
+    )
     job = JobSettings("evaluate", tmp_path / "evaluate")
     return EvaluateStage(job, options, server(tmp_path), **changes)
 
@@ -266,7 +267,7 @@ def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path):
     data_path = tmp_path / "passages.jsonl"
     data_path.write_text("{}\n")
     stage = evaluation(tmp_path, server_url="127.0.0.1:9")
-    options = replace(stage.options, lambada=LambadaOptions(data_path=str(data_path)))
+    options = replace(stage.options, lambada=LambadaOptions(data_path=data_path))
     stage.options = options
     with pytest.raises(NotEvaluatedError, match="is not a data set of this form"):
         stage()

@@ -163,7 +163,7 @@ HOSTILE_TEXT = "*bold* [a](b) <b> @someone #1 `code` _word_ a_b ~~no~~ $x$ | end
 
 def remark(text: str) -> str:
     """Return the page of a watch whose only checkpoint has a remark, as Markdown."""
-    state = WatchState(WatchSection(""), Path())
+    state = WatchState(WatchSection(Path()), Path())
     state.watched[1] = Watched(1, "", "a", problem=text)
     return markdown("checkpoints", title="", state=state)
 

@@ -15,7 +15,7 @@ from inference.evaluation.tasks.lambada import Lambada
 
 
 def run(passages: Path, model, **changes) -> TaskRun:
-    options = EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages)), **changes)
+    options = EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages), **changes)
     task = Lambada(options)
     return run_task(prepare_task(task), model, concurrency=2)
 

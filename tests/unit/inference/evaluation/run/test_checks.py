@@ -102,7 +102,7 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
     ],
 )
 def test_problems_of_text_tasks_are_reported(task, changes, reported):
-    options = TextTaskOptions(data_path=__file__, **changes)
+    options = TextTaskOptions(data_path=Path(__file__), **changes)
     (found,) = problems(tasks=(task,), **{task: options})
     assert found.startswith(reported)
 
@@ -110,7 +110,7 @@ def test_problems_of_text_tasks_are_reported(task, changes, reported):
 def test_a_task_s_package_is_asked_for(monkeypatch):
     kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
     monkeypatch.setitem(TASKS, "translation", partial(TextTask, kind))
-    options = {"translation": TextTaskOptions(data_path=__file__)}
+    options = {"translation": TextTaskOptions(data_path=Path(__file__))}
     assert problems(tasks=("translation",), **options) == [
         "the task translation needs the package not_installed_anywhere: pip install "
         "not-installed-anywhere."
@@ -118,7 +118,7 @@ def test_a_task_s_package_is_asked_for(monkeypatch):
 
 
 def test_metrics_of_text_tasks_can_be_bounded():
-    options = {"squad": TextTaskOptions(data_path=__file__)}
+    options = {"squad": TextTaskOptions(data_path=Path(__file__))}
     gate = {"squad_f1": {"min": 0.5}}
     assert problems(tasks=("squad",), gate=gate, **options) == []
 
@@ -196,7 +196,7 @@ def test_a_missing_baseline_says_how_to_record_one(tmp_path):
 @pytest.mark.parametrize("name", ["", "file/baseline.json"])
 def test_a_baseline_that_cannot_be_recorded_is_reported(tmp_path, name):
     (tmp_path / "file").touch()
-    path = str(tmp_path / name)
+    path = tmp_path / name
     (reported,) = problems(baseline="update", baseline_path=path)
     assert reported == (
         f"evaluate.baseline_path={path} cannot be written; name a file in a folder of yours."
@@ -224,5 +224,5 @@ def test_comparisons_need_the_package_of_their_statistics(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda _: None)
     assert problems(gate={"lambada_last_word": {"min": 0.1}}) == []
     gate = {"lambada_last_word": {"paired": "no change"}}
-    reported = problems(gate=gate, baseline="compare", baseline_path=__file__)
+    reported = problems(gate=gate, baseline="compare", baseline_path=Path(__file__))
     assert "needs the package scipy" in reported[-1]

@@ -93,7 +93,7 @@ def test_failed_requests_leave_only_junit(options, fake_model, model, tmp_path):
 
 
 def test_a_server_that_goes_before_samples_are_asked_again_is_named(options, model, tmp_path):
-    path = str(tmp_path / "baseline.json")
+    path = tmp_path / "baseline.json"
     evaluate(options(baseline="update", baseline_path=path), FACTS, model=model)
 
     def progress(task, done, total):
@@ -198,7 +198,7 @@ def test_a_damaged_baseline_stops_before_the_first_request(options, model, tmp_p
     path = tmp_path / "baseline.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not a stored run"):
-        evaluate(options(baseline="compare", baseline_path=str(path)), FACTS, model=model)
+        evaluate(options(baseline="compare", baseline_path=path), FACTS, model=model)
     assert model.requests == []
 
 
@@ -218,7 +218,7 @@ def test_a_baseline_without_a_bounded_metric_stops_before_the_first_request(
 def test_a_past_report_serves_as_baseline(options, model, tmp_path):
     evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
     model.continuations.pop("The cook lit the")
-    past = str(tmp_path / "first" / "report.json")
+    past = tmp_path / "first" / "report.json"
     report = evaluate(options(baseline="compare", baseline_path=past), FACTS, model=model)
     assert report.baseline_source.startswith("run sample_")
     assert report.baseline["lambada_last_word"].value == 0.25

@@ -178,14 +178,14 @@ def options(server: Server, tmp_path: Path, **changes: Any) -> EvaluationOptions
     found = EvaluationOptions(
         name="x",
         time_limit="1",
-        output_dir=str(tmp_path / "report"),
+        output_dir=tmp_path / "report",
         data_dir=tmp_path,
         url=f"127.0.0.1:{server.server_address[1]}",
         protocol="openai",
         tokenizer_dir=tmp_path,
         latency=LatencyOptions(enabled=False),
     )
-    found.lambada.data_path = str(data)
+    found.lambada.data_path = data
     return replace(found, **changes)
 
 
@@ -197,7 +197,7 @@ def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_pat
     token = tmp_path / "token"
     token.write_text("secret" * 6 + "\n")
     token.chmod(0o600)
-    model = open_model(options(server, tmp_path, token_file=str(token)))
+    model = open_model(options(server, tmp_path, token_file=token))
     assert list(model.lacks) == ["tensors"]
     assert model.streams
     assert model.complete_ids([3], output_len=2) == (4, 5)

@@ -17,7 +17,7 @@ from inference.evaluation.tasks.lambada import Lambada
 
 
 def run(passages: Path, model, *, concurrency: int = 4, progress=lambda *_: None):
-    task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages))))
+    task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages)))
     return run_task(prepare_task(task), model, concurrency=concurrency, progress=progress)
 
 

@@ -15,11 +15,11 @@ from inference.evaluation.tasks.lambada import Lambada
 
 
 def test_missing_passages_are_named_with_the_command_that_gets_them(tmp_path):
-    options = EvaluationOptions(output_dir=str(tmp_path), data_dir=tmp_path)
+    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path)
     (reported,) = unreachable_data(options)
     path = tmp_path / "lambada_test.jsonl"
     assert f"curl -o {path} https://" in reported
-    own = LambadaOptions(data_path=str(tmp_path / "mine.jsonl"))
+    own = LambadaOptions(data_path=tmp_path / "mine.jsonl")
     Path(str(own.data_path)).touch()
     assert unreachable_data(replace(options, lambada=own)) == []
 
@@ -27,7 +27,7 @@ def test_missing_passages_are_named_with_the_command_that_gets_them(tmp_path):
 def test_another_file_in_the_place_of_the_test_set_is_refused(tmp_path):
     path = tmp_path / "lambada_test.jsonl"
     path.write_bytes(b'{"text": "a b"}\n')
-    task = Lambada(EvaluationOptions(output_dir=str(tmp_path), data_dir=tmp_path))
+    task = Lambada(EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path))
     with pytest.raises(ValueError, match="expected 4aa8d02cd17c"):
         task.prepare()
 

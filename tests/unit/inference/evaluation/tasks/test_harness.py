@@ -167,7 +167,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
 
 
 def options(**changes: Any) -> EvaluationOptions:
-    values = {"output_dir": "out", "data_dir": Path("data"), "tasks": ["harness:two-facts"]}
+    values = {"output_dir": Path("out"), "data_dir": Path("data"), "tasks": ["harness:two-facts"]}
     return EvaluationOptions(**{**values, **changes})
 
 
@@ -246,17 +246,17 @@ def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server: 
 def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path):
     """vLLM lists its models, and has /tokenizer_info only where that is switched on."""
     server.listed = {"data": [{"id": "tiny", "max_model_len": 256}, {"id": "tiny-lora"}]}
-    given = arguments(server, protocol="openai", model="tiny", tokenizer=str(tmp_path))
+    given = arguments(server, protocol="openai", model="tiny", tokenizer=tmp_path)
     assert (given["model"], given["max_length"]) == ("tiny", 256)
     assert (given["tokenizer_backend"], given["tokenizer"]) == ("huggingface", str(tmp_path))
     assert given["tokenized_requests"]
     server.refuses = ("prompt",)  # as a server of text alone refuses token ids
-    given = arguments(server, protocol="openai", model="tiny", tokenizer=str(tmp_path))
+    given = arguments(server, protocol="openai", model="tiny", tokenizer=tmp_path)
     assert not given["tokenized_requests"]
     assert given["batch_size"] == 1
     assert arguments(server, protocol="openai", model="tiny")["tokenizer_backend"] is None
     server.has_tokenizer = True
-    for folder in (None, str(tmp_path)):
+    for folder in (None, tmp_path):
         given = arguments(server, protocol="openai", model="tiny", tokenizer=folder)
         assert given["tokenizer_backend"] == "remote"
     for name in ("other", None):
@@ -348,7 +348,7 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
 
 def test_what_is_missing_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
-    missing = options(harness=HarnessOptions(include_path="/nowhere"))
+    missing = options(harness=HarnessOptions(include_path=Path("/nowhere")))
     found = [*check_evaluation(missing)]
     assert any("pip install 'lm_eval[api]'" in problem for problem in found)
     assert any("deploy.openai.enabled=true" in problem for problem in found)

@@ -15,7 +15,7 @@ from inference.evaluation.tasks.lambada import Lambada, split_last_word
 from tests.conftest import ROOT
 
 
-def task(data_path: str | None = None, **changes) -> Lambada:
+def task(data_path: Path | None = None, **changes) -> Lambada:
     names = LambadaOptions.__dataclass_fields__.keys() & changes.keys()
     own = LambadaOptions(data_path, **{name: changes.pop(name) for name in names})
     return Lambada(EvaluationOptions(data_dir=Path(), lambada=own, **changes))
@@ -39,7 +39,7 @@ def test_the_row_of_a_passage_without_context_is_named(tmp_path):
     path = tmp_path / "passages.jsonl"
     path.write_text('{"text": "two words"}\n\n{"text": "one"}\n')
     with pytest.raises(ValueError, match=r"passages\.jsonl, row 2: passage 'one' needs"):
-        task(str(path)).prepare()
+        task(path).prepare()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_samples_keep_the_line_number_of_the_file(passages):
 
 def test_bundled_passages_are_in_the_form_of_the_data_set():
     path = ROOT / "examples" / "passages.jsonl"
-    dataset, samples = task(data_path=str(path)).prepare()
+    dataset, samples = task(data_path=path).prepare()
     assert dataset.total >= 60
     assert len({sample.text for sample in samples}) == dataset.total
     assert all(sample.target.isalpha() for sample in samples)
@@ -136,7 +136,7 @@ def test_bundled_passages_are_in_the_form_of_the_data_set():
 
 
 def test_bundled_reference_belongs_to_the_bundled_passages():
-    dataset, samples = task(data_path=str(ROOT / "examples" / "passages.jsonl")).prepare()
+    dataset, samples = task(data_path=ROOT / "examples" / "passages.jsonl").prepare()
     path = ROOT / "examples" / "gpt_books_5m" / "passages_reference.json"
     reference = read_baseline(path)
     reference.check("lambada", Lambada.version, dataset, samples)

@@ -232,18 +232,18 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
 def test_lines_of_other_editors_are_read(tmp_path):
     (tmp_path / "en").write_bytes(b"\xef\xbb\xbfa\r\n\r\nc")
     (tmp_path / "de").write_bytes(b"x\ny\x0b\nz\n")
-    rows = translation_rows(tmp_path / "en", str(tmp_path / "de"))
+    rows = translation_rows(tmp_path / "en", tmp_path / "de")
     assert [row.fields["source"] for row in rows] == ["a", "", "c"]
     (tmp_path / "en").write_bytes(b"")
     with pytest.raises(ValueError, match="has 0 lines"):
-        translation_rows(tmp_path / "en", str(tmp_path / "en"))
+        translation_rows(tmp_path / "en", tmp_path / "en")
 
 
 def test_files_of_unequal_length_are_refused(tmp_path):
     (tmp_path / "en").write_text("a\nb\n")
     (tmp_path / "de").write_text("a\n")
     with pytest.raises(ValueError, match=r"has 2 lines and .* has 1"):
-        translation_rows(tmp_path / "en", str(tmp_path / "de"))
+        translation_rows(tmp_path / "en", tmp_path / "de")
 
 
 def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
@@ -264,7 +264,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
     ],
 )
 def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, reported):
-    task = make(name, TextTaskOptions(data_path=str(lines(tmp_path / "data", row))))
+    task = make(name, TextTaskOptions(data_path=lines(tmp_path / "data", row)))
     with pytest.raises(ValueError, match=reported):
         task.prepare()
 
@@ -283,7 +283,7 @@ def test_references_that_a_metric_cannot_read_are_refused(
 ):
     field = {"summarization": "highlights", "translation": "target"}[name]
     path = lines(tmp_path / "rows.jsonl", {source: "A text.", field: target})
-    task = make(name, TextTaskOptions(data_path=str(path)))
+    task = make(name, TextTaskOptions(data_path=path))
     if is_scored:
         assert task.prepare()
     else:
@@ -293,7 +293,7 @@ def test_references_that_a_metric_cannot_read_are_refused(
 
 def test_a_template_may_use_only_fields_of_the_data(tmp_path):
     options = TextTaskOptions(
-        data_path=str(lines(tmp_path / "data", BOOLQ[0])), template="{passage} {title}"
+        data_path=lines(tmp_path / "data", BOOLQ[0]), template="{passage} {title}"
     )
     with pytest.raises(ValueError, match="row 1: no field 'title' for the template"):
         make("boolq", options).prepare()
@@ -301,7 +301,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
 
 @pytest.mark.parametrize("template", ['{"text": "{passage}"}', "{0}", "{passage.text}", "{"])
 def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_path, template):
-    boolq = TextTaskOptions(data_path=str(lines(tmp_path / "data", BOOLQ[0])), template=template)
+    boolq = TextTaskOptions(data_path=lines(tmp_path / "data", BOOLQ[0]), template=template)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
     (problem,) = TASKS["boolq"](options).problems()
     assert problem.startswith("evaluate.boolq.template is not")
@@ -309,13 +309,13 @@ def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_pa
 
 def test_shared_test_sets_have_the_known_sizes():
     data = material("data")
-    boolq = TextTaskOptions(data_path=str(data / "boolq_test.jsonl"))
+    boolq = TextTaskOptions(data_path=data / "boolq_test.jsonl")
     dataset, samples = make("boolq", boolq).prepare()
     assert dataset.total == 2770
     assert sum(sample.target == "true" for sample in samples) == 1719
     wmt = TextTaskOptions(
-        data_path=str(data / "wmt" / "test.en"),
-        target_path=str(data / "wmt" / "test.de"),
+        data_path=data / "wmt" / "test.en",
+        target_path=data / "wmt" / "test.de",
     )
     dataset, samples = make("translation", wmt).prepare()
     assert dataset.total == 3004
