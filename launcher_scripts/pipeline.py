@@ -43,14 +43,14 @@ class PlannedStage:
 class Plan:
     """The stages in pipeline order, and every problem that prevents them from running."""
 
-    stages: tuple[PlannedStage, ...]
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    stages: Sequence[PlannedStage]
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
-    def to_run(self) -> tuple[PlannedStage, ...]:
+    def to_run(self) -> list[PlannedStage]:
         """The stages that get a job."""
-        return tuple(stage for stage in self.stages if stage.runs)
+        return [stage for stage in self.stages if stage.runs]
 
 
 def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,10 +96,10 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
         reason = "not needed: the evaluation is finished"  # no other stage needs the server
         planned["deploy"] = replace(planned["deploy"], state="not needed", reason=reason)
-    plan = Plan(tuple(planned.values()))
+    plan = Plan([*planned.values()])
     for each in plan.to_run:
         problems += [*each.finding.problems, *each.stage.check()]
-    return replace(plan, problems=tuple(dict.fromkeys(problems)), notes=tuple(_notes(plan.to_run)))
+    return replace(plan, problems=[*dict.fromkeys(problems)], notes=[*_notes(plan.to_run)])
 
 
 def _stage_order(config: Config) -> list[str]:

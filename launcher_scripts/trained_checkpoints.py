@@ -72,11 +72,11 @@ class TrainedCheckpoint:
         """The checkpoint's name for users."""
         return self.name or self.path.name
 
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> list[Path]:
         """Return the files and folders that hold the checkpoint."""
         if self.name is None:
-            return (self.path,)
-        return tuple(sorted(self.path.glob(f"*/{self.name}"))) or (self.path / self.name,)
+            return [self.path]
+        return sorted(self.path.glob(f"*/{self.name}")) or [self.path / self.name]
 
 
 def find_checkpoints(run: Path) -> list[TrainedCheckpoint]:

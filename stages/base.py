@@ -5,7 +5,7 @@ them: the part of the configuration that decides them, and the state of its inpu
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,8 +90,8 @@ class Finding:
     """
 
     marker: Marker | None = None
-    problems: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
+    changes: Sequence[str] = ()
 
 
 class StageError(RuntimeError):
@@ -206,10 +206,10 @@ class Stage(Checkpointable):
                 first, *others = self.outputs()
                 outputs = f"{first} (with {len(others)} more)" if others else str(first)
                 made = f"{outputs} was made; set overwrite=true to make it again, or choose another"
-                return Finding(problems=tuple(f"{each} {made} folder." for each in changes))
-            return Finding(changes=tuple(changes))
+                return Finding(problems=[f"{each} {made} folder." for each in changes])
+            return Finding(changes=changes)
         if damage := self.damage():
-            return Finding(problems=tuple(damage))
+            return Finding(problems=damage)
         return Finding(marker)
 
     def __call__(self) -> Summary:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class DeployConfig(DeploySection):
     visible_devices: str | None = None
     serves_here: bool = False
     local_gpus: int | None = None
-    remarks: tuple[str, ...] = ()
+    remarks: Sequence[str] = ()
     is_remote: bool = False
 
     @property
@@ -213,14 +213,14 @@ class DeployConfig(DeploySection):
         return f"{self.model_name}-base"
 
     @property
-    def command_line(self) -> tuple[str, ...]:
+    def command_line(self) -> list[str]:
         """The command of another engine's server; host, port and model are still fields."""
         return self.command_on(0)
 
-    def command_on(self, rank: int) -> tuple[str, ...]:
+    def command_on(self, rank: int) -> list[str]:
         """Return that command for the node number `rank`."""
         if self.engine != VLLM:
-            return tuple(self.command)
+            return self.command
         options: Fields = {
             "served_model_name": self.base_name if self.adapter else self.model_name,
             "tensor_parallel_size": self.tp_size,

@@ -19,7 +19,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def vllm_command(executable: str, options: Table) -> tuple[str, ...]:
+def vllm_command(executable: str, options: Table) -> list[str]:
     """Return the command of `vllm serve`; vLLM itself checks the options.
 
     vLLM, docs/serving/openai_compatible_server.md and vllm/engine/arg_utils.py.
@@ -34,7 +34,7 @@ def vllm_command(executable: str, options: Table) -> tuple[str, ...]:
             values = value if is_list else [value]
             shown = (json.dumps(dict(v)) if isinstance(v, Mapping) else str(v) for v in values)
             words += [f"--{name}", *shown]
-    return tuple(words)
+    return words
 
 
 def adapter_options(name: str, folder: Path) -> Fields:

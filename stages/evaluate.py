@@ -130,7 +130,7 @@ class EvaluateStage(Stage):
         return {
             **dotted(options, "evaluate."),
             "deploy.engine": self.deploy.engine,
-            "deploy.command": list(self.deploy.command_line),
+            "deploy.command": self.deploy.command_line,
         }
 
     def other_logs(self, job_id: str) -> list[Path]:

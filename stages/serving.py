@@ -89,7 +89,7 @@ def server_environment(config: DeployConfig) -> dict[str, str]:
     return environment
 
 
-def server_prefix(config: DeployConfig) -> tuple[str, ...]:
+def server_prefix(config: DeployConfig) -> Sequence[str]:
     """Return the command prefix of the server: mpirun for NVIDIA's backend outside an MPI step."""
     return mpi_start(is_step=config.is_mpi_step)[0] if config.engine == FASTERTRANSFORMER else ()
 
@@ -99,7 +99,7 @@ def _other_engine(
 ) -> AnyServer:
     if config.engine == VLLM and (tokens := config.access.tokens()):
         options["env"][TOKEN_VARIABLE] = tokens[0]
-    command: Sequence[str] = config.command_line
+    command = config.command_line
     if start is not None:
         command = start.fill_command(command)
     return OpenAIServer(command, model=config.model_name, folder=config.folder, **options)

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +72,8 @@ class JobStep:
     ranks: int = 1
     mpi: str | None = None
     launcher: str = "slurm"
-    passed_variables: tuple[str, ...] = ()
-    variable_option: tuple[str, ...] = ()
+    passed_variables: Sequence[str] = ()
+    variable_option: Sequence[str] = ()
     line_option: str | None = None
 
     def command(

@@ -38,9 +38,9 @@ class Arguments:
         shows: whether to print the configuration (`--cfg`).
     """
 
-    overrides: tuple[str, ...]
+    overrides: Sequence[str]
     root: ConfigRoot
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
     multirun: bool = False
     wants_help: bool = False
     shows: bool = False
@@ -94,9 +94,9 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     )
     overrides, more = _translate(words, has_groups=root.has_groups())
     return Arguments(
-        overrides=tuple(overrides),
+        overrides=overrides,
         root=root,
-        problems=(*problems, *more),
+        problems=problems + more,
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         shows=known.cfg is not None,

@@ -83,7 +83,7 @@ class Composition:
     """
 
     config: Config | None
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
     refused: frozenset[str] = frozenset()
 
 
@@ -158,7 +158,7 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
         files, whole = _merged(place, (*always, *choices))
     except _ERRORS as error:
         problems.append(f"{place.path} is unusable: {error_line(error)}.")
-        return Composition(None, tuple(problems))
+        return Composition(None, problems)
     HydraConfig.instance().set_config(whole)
     config, more, left_out = _with_overrides(files, given)
     refused |= left_out

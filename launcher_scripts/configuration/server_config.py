@@ -61,7 +61,7 @@ def server_config(config: Config) -> DeployConfig:
         visible_devices=visible,
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
-        remarks=tuple(filter(None, [placement.warning])),
+        remarks=[*filter(None, [placement.warning])],
         is_remote=is_remote,
     )
 

@@ -110,7 +110,7 @@ class BcpLauncher(LocalLauncher):
             sys.executable,
             ranks,
             launcher=_MPIRUN if by_mpirun else "",
-            passed_variables=tuple(dict.fromkeys([*_PASSED_VARIABLES, *job.environment])),
+            passed_variables=[*dict.fromkeys([*_PASSED_VARIABLES, *job.environment])],
             variable_option=variable_option,
             line_option=line_option,
         )

@@ -29,7 +29,7 @@ def test_interactive_means_local():
 
 def test_disagreeing_clusters_are_named():
     problems = read_arguments(["cluster_type=bcm", "cluster=bcp"]).problems
-    assert problems == ("cluster_type=bcm and cluster=bcp disagree; give one of them.",)
+    assert problems == ["cluster_type=bcm and cluster=bcp disagree; give one of them."]
 
 
 def test_unknown_cluster_is_answered_with_the_known_ones():
@@ -51,7 +51,7 @@ def test_the_launcher_s_word_for_kubernetes_is_known():
 
 def test_options_may_stand_between_overrides():
     arguments = read_arguments(["export=gpt3/sample", "--cfg", "job", "dry_run=true"])
-    assert arguments.overrides == ("export=gpt3/sample", "dry_run=true")
+    assert arguments.overrides == ["export=gpt3/sample", "dry_run=true"]
     assert arguments.shows
 
 
@@ -79,7 +79,7 @@ def test_only_the_option_is_unknown_among_overrides():
     arguments = read_arguments(["dry_run=true", "--nope", "export=gpt3/sample", "--cfg", "job"])
     (problem,) = arguments.problems
     assert problem.startswith("unknown argument --nope")
-    assert arguments.overrides == ("dry_run=true", "export=gpt3/sample")
+    assert arguments.overrides == ["dry_run=true", "export=gpt3/sample"]
 
 
 def test_help_may_be_asked_for_without_dashes():
@@ -92,22 +92,22 @@ def test_name_that_is_not_utf8_is_refused():
 
 
 def test_folder_of_further_files_has_to_exist(tmp_path):
-    assert read_arguments([f"--config-dir={tmp_path}"]).problems == ()
+    assert not read_arguments([f"--config-dir={tmp_path}"]).problems
     (problem,) = read_arguments([f"--config-dir={tmp_path}/nope"]).problems
     assert problem == f"--config-dir={tmp_path}/nope is not a folder."
 
 
 def test_further_sbatch_options_pass_through():
     words = ["+cluster.begin=now", "+cluster.qos=high", "+cluster.gpus-per-node=4"]
-    assert read_arguments(words).overrides == (
+    assert read_arguments(words).overrides == [
         "+cluster.additional_parameters.begin=now",
         "cluster.qos=high",
         "cluster.gpus_per_node=4",  # also places the ranks
-    )
+    ]
 
 
 def test_lists_that_cannot_be_read_are_not_taken_for_texts():
-    assert read_arguments(["stages=[convert,,export]"]).overrides == ("stages=[convert,,export]",)
+    assert read_arguments(["stages=[convert,,export]"]).overrides == ["stages=[convert,,export]"]
 
 
 def test_every_cluster_that_can_be_named_has_a_launcher():

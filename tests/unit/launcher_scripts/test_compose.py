@@ -67,7 +67,7 @@ def test_command_line_of_the_guide_is_understood():
     [choice for choice in files_of_group("export") if not choice.startswith(("t5", "mt5"))],
 )
 def test_every_export_file_composes(choice: str):
-    assert compose(f"export={choice}").problems == ()
+    assert not compose(f"export={choice}").problems
 
 
 @pytest.mark.parametrize("choice", ["t5/export_t5", "mt5/export_mt5"])
@@ -80,7 +80,7 @@ def test_placeholders_must_be_given(choice: str):
     given = compose(
         f"export={choice}", "export.run.model_train_name=m", "export.model.checkpoint_path=/c"
     )
-    assert given.problems == ()
+    assert not given.problems
 
 
 def test_misspelt_key_is_answered_with_the_likely_one():
@@ -321,7 +321,7 @@ def test_bounds_are_given_by_name():
 )
 def test_bounds_are_given_as_a_mapping(word: str):
     found = compose(*read_arguments([word]).overrides, "++evaluate.gate.other.max=1")
-    assert found.problems == ()
+    assert not found.problems
     assert found.config is not None
     assert found.config.evaluate.gate == {
         "lambada_last_word": {"min": 0.5, "max": 0.9},
@@ -334,7 +334,7 @@ def test_saved_configuration_composes_to_itself(tmp_path):
     assert first.config is not None
     (tmp_path / "saved.yaml").write_text(repeatable(first.config))
     again = compose_config(["deploy.drain_s=5"], ConfigRoot(tmp_path, "saved.yaml"))
-    assert again.problems == ()
+    assert not again.problems
     assert again.config is not None
     assert again.config.deploy.drain_s == 5
     assert dataclasses.replace(again.config, deploy=first.config.deploy) == first.config

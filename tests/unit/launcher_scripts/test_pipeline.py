@@ -26,7 +26,7 @@ SAMPLE = CHECKOUT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 def plan(results: Path, *words: str) -> Plan:
     given = ["export=gpt3/sample", f"base_results_dir={results}", *words]
     composition = compose_config(read_arguments(given).overrides)
-    assert composition.problems == ()
+    assert not composition.problems
     assert composition.config is not None
     return plan_pipeline(composition.config, Context())
 
@@ -73,7 +73,7 @@ def test_missing_prerequisites_run_first(tmp_path, words: str, planned: str):
 
 def test_a_stage_that_was_not_asked_for_is_explained(tmp_path):
     made = plan(tmp_path, "stages=[export]")
-    assert made.problems == ()
+    assert not made.problems
     (note,) = made.notes
     assert note.endswith("1/2-gpu, which is missing: convert runs first")
 
@@ -215,7 +215,7 @@ def test_an_adapter_is_served_with_its_model(tmp_path):
     unranked = deploy.config.command_line
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"r": 24}')
-    assert deploy.config.command_line == (*unranked, "--max-lora-rank", "32")
+    assert deploy.config.command_line == [*unranked, "--max-lora-rank", "32"]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_checkpoint_without_a_tokenizer_is_taken_where_none_is_needed_or_one_is_
 ):
     given = [word.format(files=textless.parent / "files") for word in words]
     kept = [word for word in words_for(textless) if not word.startswith(given[0].split("=")[0])]
-    assert plan(tmp_path, *kept, *given).problems == ()
+    assert not plan(tmp_path, *kept, *given).problems
 
 
 def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless: Path):
@@ -328,7 +328,7 @@ def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless: Path):
     for file in (textless.parent / "files").iterdir():
         (stage.request.folder / file.name).write_bytes(file.read_bytes())
     made = plan(tmp_path, *words)
-    assert (made.problems, names(made)) == ((), ["export"])
+    assert (made.problems, names(made)) == ([], ["export"])
 
 
 def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(tmp_path, textless: Path):
@@ -336,7 +336,7 @@ def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(tmp_path, textless
     (root / "snapshots").mkdir(parents=True)
     (root / "snapshots" / "abc").symlink_to(textless)
     made = plan(tmp_path / "results", f"export.model.checkpoint_path={root}", "stages=[convert]")
-    assert made.problems == ()
+    assert not made.problems
     assert any(f"using {root}/snapshots/abc" in note for note in made.notes)
 
 

@@ -27,7 +27,7 @@ def configure(*words: str) -> Config:
     composition = compose_config(
         read_arguments(["export=gpt3/sample", "base_results_dir=/r", *words]).overrides
     )
-    assert composition.problems == ()
+    assert not composition.problems
     assert composition.config is not None
     return composition.config
 

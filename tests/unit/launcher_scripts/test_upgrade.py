@@ -25,7 +25,7 @@ TP = "export.model.tensor_model_parallel_size"
 
 def config_of(*words: str) -> Any:
     composition = compose_config([*SAMPLE, *words])
-    assert composition.problems == ()
+    assert not composition.problems
     return composition.config
 
 
@@ -105,7 +105,7 @@ def test_each_row_has_its_keys_and_a_folder(tmp_path):
     found = command_lines_of_rows(config_of(*words[3:]), words)
     assert [*found] == ["now", "next"]
     composition = compose_config(found["next"])
-    assert composition.problems == ()
+    assert not composition.problems
     config = cast(Any, composition.config)
     assert config.action == "run"
     assert config.export.model.tensor_model_parallel_size == 4

@@ -110,7 +110,7 @@ def test_changed_input_makes_unguarded_work_missing(stage: CopyStage):
     stage()
     stage.source.write_text("another")
     assert stage.finding().marker is None
-    assert stage.finding().changes == (f"{stage.source} has changed since",)
+    assert stage.finding().changes == [f"{stage.source} has changed since"]
 
 
 def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage: CopyStage, tmp_path):
@@ -123,7 +123,7 @@ def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage: CopySt
     stage.target.touch()
     assert stage.finding().marker is not None
     os.utime(stage.source / "weights", (10, 10))
-    assert stage.finding().changes == (f"{stage.source} has changed since",)
+    assert stage.finding().changes == [f"{stage.source} has changed since"]
 
 
 def test_changed_input_of_guarded_work_is_a_conflict(stage: CopyStage, monkeypatch):
