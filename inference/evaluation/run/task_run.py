@@ -84,8 +84,8 @@ def run_task(
         EvaluationError: a sample could not be evaluated, or a metric has an impossible value.
     """
     task, samples = prepared.task, prepared.samples
-    task.start()
     timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
+    task.start()
     answers = None
     if is_resumable and task.tally is None:
         journal = answer_journal(task, prepared.dataset, samples)

@@ -50,6 +50,11 @@ def test_every_request_is_counted_and_timed(passages, model):
     assert found.report.requests.latency.min_ms >= 2.0
 
 
+def test_requests_of_a_task_itself_are_part_of_its_time(passages, model, monkeypatch):
+    monkeypatch.setattr(Lambada, "start", lambda _: time.sleep(0.5))
+    assert run(passages, model).report.seconds >= 0.5
+
+
 def test_progress_shows_the_accuracy_so_far(passages, model):
     reported: list[tuple[str, int, int]] = []
     run(passages, model, progress=lambda *state: reported.append(state))
