@@ -5,7 +5,6 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic_core import to_jsonable_python
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job, Launcher, SubmissionError
 from stages import record
-from stages.progress import DamagedFileError, write_json
+from stages.progress import write_json
 
 
 def as_yaml(record: Any) -> str:
@@ -80,9 +79,7 @@ def prepare_submission(
     """
     path, progress = job.record_path, job.stage.job.progress_path
     with record.locked(path):
-        found = None
-        with suppress(DamagedFileError):
-            found = record.read_record(path)
+        found = record.readable_record(path)
         if found is not None and not found.is_final and found != before:
             raise SubmissionError(
                 f"another command has submitted {found.stage} in {job.folder} in the meantime"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -30,6 +29,7 @@ if missing := [name for name in _NEEDED if find_spec(name) is None]:
     )
 
 from foundations import __version__  # noqa: E402
+from foundations.commands import accept_any_text  # noqa: E402
 from foundations.files.disk import full_disk  # noqa: E402
 from launcher_scripts.configuration.arguments import Arguments, read_arguments  # noqa: E402
 from launcher_scripts.configuration.compose import (  # noqa: E402
@@ -92,8 +92,7 @@ def _speak_utf8() -> None:
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"  # inherited by the jobs
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    accept_any_text()
 
 
 def _run(words: Sequence[str]) -> int:

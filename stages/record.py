@@ -101,7 +101,7 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
     alone: it must not end the job, and its readers report it.
     """
     with locked(path):
-        record = _readable(path)
+        record = readable_record(path)
         if record is None or record.job_id not in ("", job_id):
             return None
         return _rewrite(path, replace(record, job_id=job_id, **changes))
@@ -116,13 +116,14 @@ def exchange_record(path: Path, found: JobRecord | None, new: JobRecord) -> JobR
     """
     try:
         with locked(path):
-            present = _readable(path)
+            present = readable_record(path)
             return _rewrite(path, new) if present == found else present
     except OSError:
         return new
 
 
-def _readable(path: Path) -> JobRecord | None:
+def readable_record(path: Path) -> JobRecord | None:
+    """Return the record at `path`, or None if it does not exist or is damaged."""
     with suppress(DamagedFileError):
         return read_record(path)
     return None

@@ -9,7 +9,6 @@ and drains.
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from launcher_scripts.launchers.base import AFTER_END, AFTER_START, Job, Launcher, SubmissionError
@@ -20,7 +19,6 @@ from stages.base import Summary
 from stages.deploy import DeployStage
 from stages.endpoint import published_by
 from stages.job_process import job_id_here, log_line, node_name
-from stages.progress import DamagedFileError
 from stages.service import NOT_NEEDED
 
 _POLL_S = 0.5
@@ -156,9 +154,7 @@ class _ChainKeeper:
     def _claim_record(self) -> None:
         """Replace `job.json` by the record of this job, unless it already is."""
         path = self._job.record_path
-        found = None
-        with suppress(DamagedFileError):
-            found = record.read_record(path)
+        found = record.readable_record(path)
         if found is None or found.job_id == self._id:
             return
         claimed = record.JobRecord(
