@@ -19,7 +19,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
-from launcher_scripts.launchers.base import SUBMISSION_S
+from launcher_scripts.launchers.base import SUBMISSION_S, copy_from
 from stages import STAGES, record
 from stages.endpoint import ENDPOINT_NAME, published_by
 from stages.job import LOCK_NAME
@@ -28,7 +28,6 @@ from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progr
 LAST_RUN = "last_run.json"
 _POLL_S = 0.5
 _LOGS_POLL_S = 2.0  # each poll queries Slurm
-_READ_CHARS = 1 << 20  # a log may be larger than memory
 _CANCEL_S = 60.0
 # Overrides of these keys alone do not select a run: the action applies to the last one.
 _RUN_INDEPENDENT = (
@@ -311,22 +310,11 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
         while True:
             has_ended = (read_job(results_dir, job.stage) or job).is_final
             for path in positions:
-                positions[path] = _print_from(path, positions[path], console)
+                positions[path] = copy_from(path, positions[path], console.write)
             if has_ended:
                 break
             time.sleep(_LOGS_POLL_S)
     return _exit_status(read_job(results_dir, job.stage) or job for job in records)
-
-
-def _print_from(path: Path, position: int, console: Console) -> int:
-    """Print a log from `position` to its end; return the new position."""
-    if not path.is_file():
-        return position
-    with path.open(encoding="utf-8", errors="replace") as log:
-        log.seek(position)
-        while text := log.read(_READ_CHARS):
-            console.write(text)
-        return log.tell()
 
 
 def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ PATIENCE_S = 300.0
 SUBMISSION_S = 900.0
 # Kinds of dependency, as in `afterok:12`: on another job's success, start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
+_READ_CHARS = 1 << 20  # a log may be larger than memory
 # Variables of an enclosing job or launcher that would bind our jobs to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
@@ -108,6 +109,17 @@ class JobHandle(ABC):
     @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask the job to end, kill it after `grace_s`, and return once it has ended."""
+
+
+def copy_from(log: Path, position: int, write: Callable[[str], object]) -> int:
+    """Write a log, which may not exist yet, from a position to its end; return the new position."""
+    if not log.is_file():
+        return position
+    with log.open(encoding="utf-8", errors="replace") as file:
+        file.seek(position)
+        while text := file.read(_READ_CHARS):
+            write(text)
+        return file.tell()
 
 
 def dependency(before: Sequence[tuple[Job, str]]) -> str:

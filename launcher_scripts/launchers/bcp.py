@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference.system.launch_environment import VISIBLE_VARIABLE
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import Job, copy_from
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher
 from stages.base import Stage
 from stages.job import LOG_LEVEL_VARIABLE
@@ -46,12 +46,8 @@ class BcpHandle(LocalHandle):
     def poll(self) -> str | None:
         """Return the final state, or None while the job runs."""
         state = super().poll()
-        if self.log_path.exists():
-            with self.log_path.open(encoding="utf-8", errors="replace") as log:
-                log.seek(self._shown)
-                sys.stdout.write(log.read())
-                self._shown = log.tell()
-            sys.stdout.flush()
+        self._shown = copy_from(self.log_path, self._shown, sys.stdout.write)
+        sys.stdout.flush()
         return state
 
 
