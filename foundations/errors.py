@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 Reasons = dict[str, str]  # name of a setting, a file or another thing -> what is wrong with it
 
@@ -59,6 +60,15 @@ def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
     more = len(problems) - _MAX_LISTED
     shown = [prefix + problem for problem in problems[:_MAX_LISTED]]
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])
+
+
+def problem_of(check: Callable[..., object], *values: Any) -> str:
+    """Return why a check refuses values, the text of its ValueError; empty if it does not."""
+    try:
+        check(*values)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def refuse(problems: Sequence[str], where: object = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from foundations.errors import problem_of
 from foundations.files.json_content import Table
 from foundations.suggest import did_you_mean
 from inference.evaluation.options import Bound, Bounds
@@ -68,14 +69,6 @@ class PairedBound:
         text = sentence.rpartition(",")[0] if is_advisory else sentence
         return cls(text, found["word"], amount, unit, confidence, is_advisory)
 
-    def problem(self, baseline: Metric) -> str:
-        """Return why it cannot be applied to a metric; empty if it can."""
-        try:
-            self.margin(baseline)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def margin(self, baseline: Metric) -> float:
         """Return the allowed amount, on the scale on which samples are averaged.
 
@@ -113,18 +106,25 @@ class PairedBound:
 
 def unsuited(bound: Bound, baseline: Metric) -> list[str]:
     """Return each sentence of a bound that cannot be applied to a metric, with the reason."""
-    problems = {sentence.text: sentence.problem(baseline) for sentence in sentences_of(bound)}
+    problems = {
+        sentence.text: problem_of(sentence.margin, baseline) for sentence in sentences_of(bound)
+    }
     return [f"{text}: {problem}" for text, problem in problems.items() if problem]
 
 
 def sentences_of(bound: Bound) -> list[PairedBound]:
-    """Return the sentences of a bound, which are separated by semicolons.
+    """Return the sentences of a bound.
 
     Raises:
         ValueError: a sentence is not a bound.
     """
-    sentences = map(str.strip, (bound.paired or "").split(";"))
-    return [PairedBound.parse(sentence) for sentence in sentences if sentence]
+    return [] if bound.paired is None else _sentences_in(bound.paired)
+
+
+def _sentences_in(text: str) -> list[PairedBound]:
+    """Return the sentences of a text, at least one; semicolons separate them."""
+    sentences = [*filter(None, map(str.strip, text.split(";")))]
+    return [PairedBound.parse(sentence) for sentence in sentences or [text]]
 
 
 def parse_bounds(gate: Table) -> tuple[dict[str, Bound], list[str]]:
@@ -160,11 +160,8 @@ def _limit_problem(name: str, value: Any) -> str:
     if name not in known:
         return f": there is no such bound{did_you_mean(name, known)}; use {', '.join(known)}."
     if name == "paired" and value is not None:
-        try:
-            if not sentences_of(Bound(paired=str(value))):
-                PairedBound.parse(str(value))
-        except ValueError as error:
-            return f": {error}"
+        if problem := problem_of(_sentences_in, str(value)):
+            return f": {problem}"
     elif value is not None and not is_number(value):
         return f"={value}: expected a number."
     return ""

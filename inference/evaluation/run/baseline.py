@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from foundations.errors import first_names
 from foundations.files.json_content import json_object
 from foundations.files.replace import replace_file
 from inference.evaluation.bounds import unsuited
@@ -66,12 +66,13 @@ class Baseline:
         ids = dict(zip(sample_ids(samples), samples, strict=True))
         known = {sample_id for name, sample_id in self._values if name == task}
         missing = known - ids.keys()
-        added = [sample.index for sample_id, sample in ids.items() if sample_id not in known]
+        added = [str(sample.index) for sample_id, sample in ids.items() if sample_id not in known]
         if missing or added:
+            rows = first_names(added, _SHOWN_SAMPLES) or "none"
             raise ValueError(
                 f"the baseline ({self.source}) was measured on other samples of {task}: "
                 f"{len(missing)} of its {len(known)} are missing or changed in this run, and "
-                f"{len(added)} of this run's {len(ids)} are not in it (rows {_some(added)}); "
+                f"{len(added)} of this run's {len(ids)} are not in it (rows {rows}); "
                 f"{_REMEDY}"
             )
 
@@ -91,11 +92,6 @@ class Baseline:
         """Return the stored values of a prediction's quantities; empty if it is unknown."""
         stored = self._values.get((prediction.task, prediction.id), {})
         return {name: value for name, value in stored.items() if name in prediction.values}
-
-
-def _some(values: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, values[:_SHOWN_SAMPLES])) or "none"
-    return shown + ", ..." * (len(values) > _SHOWN_SAMPLES)
 
 
 def _selection(dataset: Dataset) -> tuple[str | int | None, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from foundations.errors import problem_of
 from foundations.files.disk import folder_problem
 from foundations.files.json_content import Table
 from foundations.suggest import did_you_mean
@@ -84,16 +85,8 @@ def _check_latency(options: EvaluationOptions) -> Iterator[str]:
             f"evaluate.latency.batch_sizes has {largest}, and the server takes {most} rows; lower "
             "it, or raise export.triton_deployment.max_batch_size."
         )
-    wrong = [found for text in latency.shapes if (found := _shape_problem(text))]
+    wrong = [found for text in latency.shapes if (found := problem_of(parse_shape, text))]
     yield from wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
-
-
-def _shape_problem(text: str) -> str:
-    try:
-        parse_shape(text)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _check_baseline(options: EvaluationOptions, bounds: Bounds) -> list[str]:

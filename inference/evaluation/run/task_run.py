@@ -16,6 +16,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+from foundations.errors import first_names
 from inference.evaluation.answered import SAMPLES_AGAIN, Answers, answer_journal
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bounds
@@ -214,17 +215,16 @@ def _failure_message(
     task: str, total: int, answered: int, failures: Sequence[tuple[int, RequestFailedError]]
 ) -> str:
     """Return the message about failed samples, with each reason once."""
-    reasons: dict[str, list[int]] = {}
+    reasons: dict[str, list[str]] = {}
     for index, error in sorted(failures, key=itemgetter(0)):
-        reasons.setdefault(str(error), []).append(index)
+        reasons.setdefault(str(error), []).append(str(index))
     lines = [
         f"{task}: {len(failures)} of {total} samples could not be evaluated, {answered} were "
         "answered; no metric is reported, because it would not be over the whole data set."
     ]
     for reason, indices in reasons.items():
-        shown = ", ".join(map(str, indices[:_SHOWN_SAMPLES]))
-        more = f" and {len(indices) - _SHOWN_SAMPLES} more" * (len(indices) > _SHOWN_SAMPLES)
-        lines.append(f"  sample{'s' * (len(indices) > 1)} {shown}{more}: {reason}")
+        shown = first_names(indices, _SHOWN_SAMPLES)
+        lines.append(f"  sample{'s' * (len(indices) > 1)} {shown}: {reason}")
     lines.append(
         "The server's log has more. Raise evaluate.request_timeout_s or evaluate.retry_s, or lower "
         "evaluate.concurrency, if the server is overloaded. The same command resumes with the "

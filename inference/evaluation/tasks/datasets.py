@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
+from foundations.errors import listed
 from foundations.files.checksum import sha256_of
 from foundations.files.json_content import Table, json_object
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, DatasetSamples, Sample
 
 _WORD_START = "\u2581"  # SentencePiece's mark before a word
-_MAX_SHOWN = 10
 
 
 def choose_samples(
@@ -81,10 +81,8 @@ def read_rows(path: Path, *texts: str) -> list[Table]:
             )
         rows.append(row)
     if problems:
-        shown = "\n  ".join(problems[:_MAX_SHOWN])
-        more = len(problems) - _MAX_SHOWN
-        rest = f"\n  and {more} more" if more > 0 else ""
-        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{rest}")
+        shown = "\n".join([f"{path} is not a data set of this form:", *listed(problems, "  ")])
+        raise ValueError(shown)
     if not rows:
         raise ValueError(f"{path} holds no samples; expected one JSON object on each line.")
     return rows
