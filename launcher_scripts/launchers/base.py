@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import jinja2
 
+from foundations.files.json_content import Table
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT
 from stages.base import Stage
@@ -200,6 +201,18 @@ def fill(template: str, **values: Any) -> str:
     environment.filters |= {"quote": shlex.quote, "words": shlex.join}
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
     return environment.from_string(text).render(values)
+
+
+def as_options(options: Table) -> list[str]:
+    """Return options as command-line words: `--a-name=value`, or `--a-name` for True.
+
+    Options with the value None or False are left out.
+    """
+    return [
+        f"--{name.replace('_', '-')}" + (f"={value}" if value is not True else "")
+        for name, value in sorted(options.items())
+        if value is not None and value is not False
+    ]
 
 
 def job_script(

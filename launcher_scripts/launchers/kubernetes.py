@@ -13,7 +13,7 @@ from foundations.files.json_content import Fields
 from inference.system.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.system.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job, Launcher, fill
+from launcher_scripts.launchers.base import Job, Launcher, as_options, fill
 from stages.base import Stage
 from stages.deploy import DeployStage
 from stages.deploy_config import (
@@ -33,7 +33,6 @@ _SAME_OPTIONS = (
     "drain_s",
     "max_request_mb",
     "otlp_collector",
-    "server",
 )
 
 
@@ -134,24 +133,18 @@ def object_name(text: str) -> str:
 def _server_options(config: Config, server: DeployConfig) -> list[str]:
     settings = config.cluster.kubernetes
     repository = str(Path(_DATA, settings.claim_path or ""))
-    options = [
-        f"--model-repository={server.source if server.store is not None else repository}",
-        f"--host={server.host}",
-        *(f"--{name}-port={port}" for name, port in _ports(server).items()),
-    ]
-    same = {name: getattr(server, name) for name in _SAME_OPTIONS}
-    options += [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in same.items()
-        if value not in (None, DEFAULT_SERVER)
-    ]
-    if server.openai.enabled:
-        options += server.openai.arguments()
+    options = {
+        "model_repository": repository if server.store is None else server.source,
+        "host": server.host,
+        **{f"{name}_port": port for name, port in _ports(server).items()},
+        **{name: getattr(server, name) for name in _SAME_OPTIONS},
+        "server": None if server.server == DEFAULT_SERVER else server.server,
+    }
     if settings.token_secret:
-        options.append(f"--token-file={_PRIVATE}/tokens")
+        options["token_file"] = f"{_PRIVATE}/tokens"
     if settings.tls_secret:
-        options += [f"--tls-cert={_PRIVATE}/tls.crt", f"--tls-key={_PRIVATE}/tls.key"]
-    return options
+        options |= {"tls_cert": f"{_PRIVATE}/tls.crt", "tls_key": f"{_PRIVATE}/tls.key"}
+    return [*as_options(options), *(server.openai.arguments() if server.openai.enabled else ())]
 
 
 def _vllm_options(config: Config, server: DeployConfig) -> list[str]:

@@ -14,8 +14,14 @@ from functools import cache
 
 from foundations.time_limit import minutes, slurm_notation
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job, QueueSlots, clean_environment, settings_section
-from launcher_scripts.launchers.slurm_script import as_options, sbatch_options
+from launcher_scripts.launchers.base import (
+    Job,
+    QueueSlots,
+    as_options,
+    clean_environment,
+    settings_section,
+)
+from launcher_scripts.launchers.slurm_script import sbatch_options
 from launcher_scripts.launchers.slurm_state import SlurmAnswer, ask_slurm
 from stages.base import Stage
 

@@ -6,11 +6,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from foundations.files.json_content import Fields, Table
+from foundations.files.json_content import Fields
 from foundations.time_limit import slurm_notation
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, is_set
-from launcher_scripts.launchers.base import Job, clean_environment, job_script
+from launcher_scripts.launchers.base import Job, as_options, clean_environment, job_script
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -86,8 +86,7 @@ def sbatch_options(job: Job, after: str) -> Fields:
         # Slurm refuses --gpus-per-task without --ntasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
-    more = cluster.additional_parameters.items()
-    return options | {name.replace("_", "-"): value for name, value in more}
+    return options | cluster.additional_parameters
 
 
 def environment_of_sbatch(job: Job) -> dict[str, str]:
@@ -116,18 +115,6 @@ def memory(value: float | str | None) -> str | None:
     if size == 0:
         return "0"
     return f"{size:g}GB" if size.is_integer() else f"{math.ceil(size * 1024)}MB"
-
-
-def as_options(options: Table) -> list[str]:
-    """Return options as command-line words: `--name=value`, or `--name` for True.
-
-    Options with the value None or False are left out.
-    """
-    return [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in sorted(options.items())
-        if value is not None and value is not False
-    ]
 
 
 def _script_line(word: str) -> str:

@@ -10,9 +10,8 @@ from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import Job, as_options
 from launcher_scripts.launchers.slurm_script import (
-    as_options,
     batch_script,
     environment_of_sbatch,
     memory,
