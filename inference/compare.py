@@ -22,7 +22,7 @@ from inference.evaluation.options import Bound, Bounds
 from inference.evaluation.record import Report
 from inference.evaluation.report.compare import ComparedRun, Run, SideBySide, compare_runs
 from inference.evaluation.report.document import terminal_text
-from inference.evaluation.report.files import REPORT_JSON, read_run, verdicts_junit
+from inference.evaluation.report.files import REPORT_JSON, junit_text, read_run
 from inference.evaluation.task import Metric
 
 # Unit of a metric -> bound of an upgrade whose gate names none.
@@ -85,7 +85,7 @@ def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> t
     }
     suites = {run.name: run.gate.verdicts for run in compared}
     for file, text in {
-        "junit.xml": verdicts_junit(suites, failed),
+        "junit.xml": junit_text("slipway upgrade", gates=suites, errors=failed),
         "upgrade.md": page.text,
         "upgrade.html": page.html(),
         "upgrade.json": json.dumps(record, indent=1) + "\n",

@@ -5,13 +5,14 @@ Every file is replaced atomically. report.json is written last: if it exists, al
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from foundations.files.json_content import Fields
 from foundations.files.replace import replace_file
-from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD, Verdict
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD
 from inference.evaluation.record import Report, read_predictions, read_report
 from inference.evaluation.report.document import (
     BAD,
@@ -64,33 +65,15 @@ def metrics_text(report: Report) -> str:
     return json.dumps(found, indent=1)
 
 
-def junit_text(report: Report) -> str:
-    """Return junit.xml: a suite with the metrics of each task, and one with the gate's bounds.
+def junit_text(name: str, **suites: Any) -> str:
+    """Return junit.xml, without characters that XML cannot hold, such as in a server's message.
 
-    An advisory bound never fails.
+    Args:
+        name: The name of all suites.
+        suites: `tasks`, each with its metrics; `gates`, the verdicts by name, of which an advisory
+            one never fails; `errors`, the message by name.
     """
-    return render(
-        "junit.xml",
-        name=f"slipway {report.run.name}",
-        tasks=report.tasks,
-        gates={"gate": report.gate.verdicts},
-    )
-
-
-def junit_error_text(message: str) -> str:
-    """Return junit.xml for an evaluation that could not be completed."""
-    return render("junit.xml", name="slipway", errors={"evaluate": _as_xml(message)})
-
-
-def verdicts_junit(gates: Mapping[str, Sequence[Verdict]], failed: Mapping[str, str]) -> str:
-    """Return junit.xml for several runs: a suite for each, or an error if it has no metrics."""
-    errors = {name: _as_xml(reason) for name, reason in failed.items()}
-    return render("junit.xml", name="slipway upgrade", gates=gates, errors=errors)
-
-
-def _as_xml(message: str) -> str:
-    """Replace characters that XML cannot hold, such as in a server's message."""
-    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", message)
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", render("junit.xml", name=name, **suites))
 
 
 def report_page(report: Report, predictions: Sequence[Prediction]) -> Page:
@@ -163,7 +146,9 @@ def write_report(output_dir: Path, report: Report, predictions: Sequence[Predict
     texts = {
         PREDICTIONS: "".join(json.dumps(asdict(each)) + "\n" for each in predictions),
         METRICS_JSON: metrics_text(report),
-        JUNIT: junit_text(report),
+        JUNIT: junit_text(
+            f"slipway {report.run.name}", tasks=report.tasks, gates={"gate": report.gate.verdicts}
+        ),
         REPORT_MARKDOWN: page.text,
         CHANGES: _markdown("changes", report, predictions),
         REPORT_HTML: page.html(),

@@ -23,7 +23,7 @@ from inference.evaluation.report.files import (
     FILE_NAMES,
     JUNIT,
     REPORT_JSON,
-    junit_error_text,
+    junit_text,
     write_report,
 )
 from inference.evaluation.run.baseline import Baseline, write_baseline
@@ -78,7 +78,7 @@ def evaluate(
         return _evaluate(options, facts, model, progress)
     except (EvaluationError, ValueError) as error:
         if not (output_dir / REPORT_JSON).exists():
-            replace_file(output_dir / JUNIT, junit_error_text(str(error)))
+            replace_file(output_dir / JUNIT, junit_text("slipway", errors={"evaluate": str(error)}))
         raise
 
 

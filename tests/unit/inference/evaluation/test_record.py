@@ -19,7 +19,6 @@ from inference.evaluation.record import (
 )
 from inference.evaluation.report.files import (
     FILE_NAMES,
-    junit_error_text,
     junit_text,
     metrics_text,
     write_report,
@@ -100,7 +99,7 @@ def test_metrics_are_fractions_with_what_they_mean(full):
 
 
 def test_a_breached_bound_is_a_failure_for_continuous_integration(full):
-    root = ET.fromstring(junit_text(full))
+    root = ET.fromstring(junit_text("a", tasks=full.tasks, gates={"gate": full.gate.verdicts}))
     suites = {suite.get("name"): suite for suite in root}
     assert suites["lambada"].get("failures") == "0"
     assert suites["gate"].get("failures") == "1"
@@ -110,7 +109,7 @@ def test_a_breached_bound_is_a_failure_for_continuous_integration(full):
 
 
 def test_an_evaluation_that_failed_is_an_error_for_continuous_integration():
-    root = ET.fromstring(junit_error_text("server gone\nsee its log"))
+    root = ET.fromstring(junit_text("a", errors={"evaluate": "server gone\nsee its log"}))
     assert root[0].get("errors") == "1"
     error = root.find("testsuite/testcase/error")
     assert error is not None
@@ -118,7 +117,7 @@ def test_an_evaluation_that_failed_is_an_error_for_continuous_integration():
 
 
 def test_control_characters_of_an_answer_leave_junit_readable():
-    root = ET.fromstring(junit_error_text("502: \x1b[31mgone\x00 \ufffe\tnow"))
+    root = ET.fromstring(junit_text("a", errors={"evaluate": "502: \x1b[31mgone\x00 \ufffe\tnow"}))
     error = root.find("testsuite/testcase/error")
     assert error is not None
     assert error.text == "502: \ufffd[31mgone\ufffd \ufffd\tnow"
