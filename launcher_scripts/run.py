@@ -32,7 +32,7 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.pipeline import PlannedStage
 from stages import record
-from stages.base import Stage, Summary
+from stages.base import Marker, Stage, Summary
 from stages.endpoint import published_by
 from stages.job_process import STOP_SIGNALS
 from stages.progress import DamagedFileError, ProgressState, read_progress
@@ -229,23 +229,14 @@ class Run:
             found[name] = job
         return found
 
-    def results(self) -> dict[str, Summary]:
-        """Return each stage's summary by stage name, from this run or an earlier one."""
-        records = self.records()
-        found = {}
-        for planned in self.planned:
-            source = records.get(planned.name) if planned.runs else planned.finding.marker
-            found[planned.name] = source.summary if source else {}
-        return found
-
     def summary(self) -> str:
-        """Return the table of stages, followed by their results."""
-        records = self.records()
-        rows = []
+        """Return the table of stages, followed by their results, from this run or earlier ones."""
+        records, rows, results = self.records(), [], []
         for planned in self.planned:
             state, seconds, outputs = planned.state, "-", _shown_outputs(planned.stage)
+            source: Marker | record.JobRecord | None = planned.finding.marker
             if planned.runs:
-                found = records.get(planned.name)
+                source = found = records.get(planned.name)
                 state = found.state if found else record.LOST
                 if planned.name not in records:
                     state = "not started"
@@ -254,11 +245,10 @@ class Run:
                 if state != record.COMPLETED:
                     outputs = "-"
             rows.append((planned.name, state, seconds, outputs))
-        lines = ["", self.console.table(("stage", "state", "seconds", "outputs"), rows)]
-        lines += [f"results: {planned.stage.job.folder.parent}" for planned in self.planned[:1]]
-        for name, result in self.results().items():
-            lines += _result_lines(name, result)
-        return "\n".join(lines)
+            results += _result_lines(planned.name, source.summary if source else {})
+        table = self.console.table(("stage", "state", "seconds", "outputs"), rows)
+        folders = [f"results: {planned.stage.job.folder.parent}" for planned in self.planned[:1]]
+        return "\n".join(["", table, *folders, *results])
 
     def submit(self, name: str) -> JobHandle:
         """Write a job's files and its record, and start or queue it.
