@@ -93,7 +93,7 @@ class Certificate:
             "given": dict(self.given),
         }
         # JSON has no infinities and no NaN: they become strings.
-        plain: dict[str, Any] = json.loads(json.dumps(table), parse_constant=str)
+        plain: dict[str, Any] = json.loads(json.dumps(table, default=str), parse_constant=str)
         return plain
 
 

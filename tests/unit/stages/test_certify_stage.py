@@ -72,7 +72,7 @@ def test_server_of_what_is_exported_is_asked_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("inference.certify.certify.certify", certify)
     deploy = DeployConfig(folder=tmp_path, model_name="fastertransformer")
     own = replace(stage(tmp_path, tmp_path, tmp_path / "out"), deploy=deploy)
-    own.options = replace(own.options, protocol="grpc")
+    own.options = replace(own.options, protocol="grpc", token_file=tmp_path / "token")
     (tmp_path / "out" / "job").mkdir(parents=True)
     assert own()["verdict"] == "equal"
     assert (running, asked[0].endpoint, asked[0].model) == ([], "node:8001", "fastertransformer")
@@ -92,8 +92,8 @@ def test_what_is_missing_is_named_before_the_start(tmp_path):
         ({"endpoint": "ftp://a"}, "certify.endpoint="),
         ({"endpoint": "http://a:99999/v1"}, "certify.endpoint="),
         ({"endpoint": "http://a:1/v1", "batch_sizes": []}, "certify.batch_sizes "),
-        ({"endpoint": "http://a:1/v1", "token_file": "/nope"}, "certify.token_file="),
-        ({"token_file": "/nope"}, "certify.token_file "),
+        ({"endpoint": "http://a:1/v1", "token_file": Path("/nope")}, "certify.token_file="),
+        ({"token_file": Path("/nope")}, "certify.token_file "),
     ],
 )
 def test_server_that_cannot_be_asked_is_refused(tmp_path, options: dict[str, Any], key: str):
