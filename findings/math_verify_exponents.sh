@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # math_verify 0.9.0: answers that differ by powers of ten are graded as equal.
 #
-# Expected: verify tells numbers apart that differ by more than rounding, however they are written.
+# Expected: numbers that differ by more than rounding are not equal for verify, however they are written.
 # Seen: parse drops the exponent of a number that is written with an "e": "1.5e-3" is 1.5, so that 1500 in the same
 #   notation is the right answer, and 0.0015 a wrong one. verify rounds decimals to six places, not six digits: an
 #   electron's mass and its charge are the same number. In TeX a space between thousands takes part: "$12 500$" is 512.
