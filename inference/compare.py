@@ -84,6 +84,7 @@ def decide(runs: Mapping[str, Run | str], bounds: Bounds, output_dir: Path) -> t
         "exit_status": status,
     }
     suites = {run.name: run.gate.verdicts for run in compared}
+    output_dir.mkdir(parents=True, exist_ok=True)
     for file, text in {
         "junit.xml": junit_text("slipway upgrade", gates=suites, errors=failed),
         "upgrade.md": page.text,
@@ -197,6 +198,7 @@ def _compare(options: argparse.Namespace) -> tuple[str, int]:
     comparison = SideBySide(first[0].run_id, first[0], compared)
     text = _for_terminal(comparison)
     if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_file(options.output, comparison.page().html())
         text += f"\n\npage: {options.output}"
     return text, EXIT_PASS

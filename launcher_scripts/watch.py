@@ -172,18 +172,18 @@ class Watch:
             )
             return EXIT_FAILED
         self.console.say(self.state.table(self.console))
-        failed = any(one.state == FAILED for one in self.state.in_order)
+        failed = any(one.state == FAILED for one in self.state.watched.values())
         return EXIT_FAILED if failed else EXIT_OK
 
     def _next(self) -> Watched | None:
         """Return the checkpoint to start now, by `watch.order`; None if none should start."""
-        running = sum(one.state == RUNNING for one in self.state.in_order)
+        running = sum(one.state == RUNNING for one in self.state.watched.values())
         ready = [e for e in self.state.in_order if e.state == WAITING and not e.problem]
         if not ready or running >= self.options.parallel:
             return None
         if self.options.order != "spread":
             return ready[-1 if self.options.order == "newest" else 0]
-        begun = [e.step for e in self.state.in_order if e.attempts]
+        begun = [e.step for e in self.state.watched.values() if e.attempts]
         return max(ready, key=lambda e: (min((abs(e.step - b) for b in begun), default=0), e.step))
 
     def _scan(self) -> None:
@@ -329,7 +329,7 @@ class Watch:
                 checkpoint's: the configuration is wrong.
         """
         source = f"export.model.checkpoint_path={watched.path}"
-        has_worked = any(one.attempts for one in self.state.in_order)
+        has_worked = any(one.attempts for one in self.state.watched.values())
         if not has_worked and not any(source in problem for problem in problems):
             raise RefusedError(problems)
         watched.refusal = watched.problem = "; ".join(problems)
@@ -363,7 +363,7 @@ class Watch:
 
         Servers that have ended are removed from `held`: the weights they had mapped may be deleted.
         """
-        busy = {one.server for one in self.state.in_order if one.state == RUNNING}
+        busy = {one.server for one in self.state.watched.values() if one.state == RUNNING}
         self.state.held = {
             step: held
             for step, held in self.state.held.items()
@@ -380,7 +380,7 @@ class Watch:
 
     def _end_idle_servers(self) -> None:
         """End the servers that no pipeline uses, once no checkpoint waits."""
-        if any(one.state == WAITING for one in self.state.in_order):
+        if any(one.state == WAITING for one in self.state.watched.values()):
             return
         for step in self._free_servers():
             if (run := self._server_runs.pop(step, None)) is not None:
@@ -502,7 +502,7 @@ class Watch:
 
     def _has_ended(self) -> bool:
         """Return whether all work is done and `watch.until_step` or `watch.idle_s` is reached."""
-        if self.state.held or any(not one.is_final for one in self.state.in_order):
+        if self.state.held or any(not one.is_final for one in self.state.watched.values()):
             return False
         last = self.options.until_step
         if last is not None and any(step >= last for step in self.state.watched):

@@ -75,6 +75,7 @@ def read_progress(path: Path) -> ProgressState:
 
 def write_json(path: Path, values: Any) -> None:
     """Replace `path` by `values`, which may be a record, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(values, indent=2, default=asdict) + "\n")
 
 

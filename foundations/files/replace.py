@@ -12,12 +12,9 @@ _LARGEST_BYTES = 64 << 20  # a state file has a few kB for each job or checkpoin
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace the content of `path` (text as UTF-8) atomically, by a hidden file next to it.
 
-    Its folder is created.
-
     Raises:
         OSError: The file cannot be written; `path` is unchanged.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:

@@ -110,6 +110,7 @@ def write_baseline(path: Path, report: Report, predictions: Sequence[Prediction]
     # One line for each sample, for diffs in version control.
     samples = ({name: getattr(each, name) for name in _STORED_FIELDS} for each in predictions)
     rows = ",\n  ".join(map(json.dumps, samples))
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, f"{head}[\n  {rows}\n ]\n}}\n")
     return Baseline(stored, predictions)
 

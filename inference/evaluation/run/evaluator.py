@@ -78,6 +78,7 @@ def evaluate(
         return _evaluate(options, facts, model, progress)
     except (EvaluationError, ValueError) as error:
         if not (output_dir / REPORT_JSON).exists():
+            output_dir.mkdir(parents=True, exist_ok=True)
             replace_file(output_dir / JUNIT, junit_text("slipway", errors={"evaluate": str(error)}))
         raise
 
