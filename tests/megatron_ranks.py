@@ -1,13 +1,16 @@
 """Programs that run megatron-core on the CPU, in processes that are ranks of gloo.
 
 A program is the `main` of a module of tests, which takes the file of a plan. This environment's
-release is imported once, by the process of the tests: it forks the program, which forks the ranks;
-other releases are run by their interpreters.
+release is imported once, by a process that forks the programs, which fork the ranks; other releases
+are run by their interpreters. The tests' own process cannot fork them: it has threads, whose locks
+a forked process would wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -39,10 +42,8 @@ def run_ranks(
     """
     plan, log = (work_dir / f"{module}.{kind}" for kind in ("json", "log"))
     plan.write_text(json.dumps([(item.ranks, dataclasses.asdict(item)) for item in items]))
-    # A forked process cannot use a GPU that its parent has used.
-    if python in (None, sys.executable) and not torch.cuda.is_initialized():
+    if python in (None, sys.executable):
         importlib.metadata.version("megatron-core")  # raises if it is not installed
-        _import_megatron()
         run_forked(importlib.import_module(module).main, plan, log)
         return
     with log.open("w") as out:
@@ -58,13 +59,37 @@ def run_ranks(
 
 
 def run_forked(main: Callable[[Path], int], path: Path, log: Path) -> None:
-    """Run `main` in a process forked from this one, without a second import of torch."""
-    process = _FORK.Process(target=_forked, args=(main, path, log))
-    process.start()
-    process.join(DEADLINE_S)
-    if process.is_alive():
-        process.kill()
-    assert process.exitcode == 0, log.read_text()[-6000:]
+    """Run `main` in a process that is forked from one which has imported torch."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    request = (main.__module__, main.__name__, str(path), str(log))
+    print(json.dumps(request), file=server.stdin, flush=True)
+    assert server.stdout.readline() == "0\n", log.read_text()[-6000:]
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Start the process that forks programs; it ends with this one."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "tests.megatron_ranks"]
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+
+
+def _serve() -> None:
+    """Fork a program for each line of the input, and print its exit status."""
+    with contextlib.suppress(ImportError):
+        _import_megatron()
+    for line in sys.stdin:
+        module, name, path, log = json.loads(line)
+        main = getattr(importlib.import_module(module), name)
+        process = _FORK.Process(target=_forked, args=(main, Path(path), Path(log)))
+        process.start()
+        process.join(DEADLINE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        print(process.exitcode, flush=True)
 
 
 def _forked(main: Callable[[Path], int], path: Path, log: Path) -> None:
@@ -129,3 +154,7 @@ def _rank(plan: Path, rank: int, work: Callable[[dict[str, Any]], None]) -> None
         work(item)
         # With it end all groups that megatron-core has made, each of which has threads.
         torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _serve()
