@@ -495,7 +495,9 @@ def test_counts_stand_beside_the_figures(server: Server, tmp_path):
 
 
 def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_path):
-    latency = LatencyOptions(shapes=["2+4"], concurrencies=[1], requests=2, warmup=0)
+    latency = LatencyOptions(
+        shapes=["2+4"], concurrencies=[1], requests=2, warmup=0, max_point_s=60
+    )
     asked = options(server, tmp_path, latency=latency)
     model = open_model(asked)
     server.faults = [(503, {"retry-after": "1"}), ("done", {})]
