@@ -16,6 +16,7 @@
 
 enum { WIDTH = 32 };   /* outputs of a block */
 enum { AHEAD = 4096 }; /* bytes between what is read and what is asked for */
+enum { AT_ONCE = 128 }; /* rows that stay in the second cache while the weights are read */
 enum kind { BF16, INT8, INT8_TWO_DIGITS };
 
 #define EXPORT __attribute__((visibility("default")))
@@ -405,22 +406,30 @@ EXPORT int slipway_multiply(
     int64_t digits = w->kind == INT8_TWO_DIGITS ? 2 : 1;
     int64_t blocks = (w->outputs + WIDTH - 1) / WIDTH, block_bytes = groups * 4 * WIDTH;
     int64_t row_bytes = groups * digits * (w->kind == BF16 ? 8 : 4);
+    int64_t size = is_bf16 ? 2 : 4, most = rows < AT_ONCE ? rows : AT_ONCE;
     /* Kernels may read whole tiles, up to 31 rows more. */
-    char *room = malloc((rows + 31) * row_bytes + rows * sizeof(float));
+    char *room = malloc((most + 31) * row_bytes + most * sizeof(float));
     if (!room)
         return -1;
-    float *unit = (float *)(room + (rows + 31) * row_bytes);
-    Product p = {w, x, residual, y, rows, is_bf16, groups, digits, room, unit};
+    float *unit = (float *)(room + (most + 31) * row_bytes);
     /* A thread that is slowed down takes fewer pieces. */
     int64_t piece = 1 + (64 << 10) / block_bytes;
+    for (int64_t first = 0; first < rows; first += AT_ONCE) {
+        int64_t from = first * w->inputs * size, to = first * w->outputs * size;
+        int64_t count = rows - first < AT_ONCE ? rows - first : AT_ONCE;
+        const char *added = residual ? (const char *)residual + to : NULL;
+        Product p = {
+            w, (const char *)x + from, added, (char *)y + to, count, is_bf16, groups, digits, room, unit,
+        };
 #pragma omp parallel num_threads(threads)
-    {
+        {
 #pragma omp for
-        for (int64_t row = 0; row < rows; row++)
-            kernels[level].prepare(&p, row);
+            for (int64_t row = 0; row < count; row++)
+                kernels[level].prepare(&p, row);
 #pragma omp for schedule(dynamic, piece) nowait
-        for (int64_t block = 0; block < blocks; block++)
-            kernels[level].multiply(&p, block);
+            for (int64_t block = 0; block < blocks; block++)
+                kernels[level].multiply(&p, block);
+        }
     }
     free(room);
     return 0;
