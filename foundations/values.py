@@ -36,7 +36,7 @@ _EXPECTED = {
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
     "dict_type": "expected a mapping such as {a: 1}",
-    "path_type": "expected a path",
+    "path_type": "expected a path; write ./ before a name of digits",
     "string_type": "expected a text",
     "int_type": "expected a whole number",
     "int_parsing": "expected a whole number",

@@ -111,6 +111,7 @@ def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]):
     ("word", "remedy"),
     [
         ("deploy.vllm=[a]", "expected a mapping"),
+        ("base_results_dir=2024", "expected a path; write ./ before a name of digits"),
         ("stages={a: 1}", "expected a list"),
         ("stages='[deploy]'", "write 'stages=[deploy]'"),
     ],
