@@ -101,8 +101,11 @@ INLINE TARGET void NAME(finish)(
     if (p->weight->kind != BF16)
         NAME(int8_store)(p, block, row, n, sums);
     else
-        for (int64_t i = 0; i < n; i++)
-            store(p, block, row + i, (float *)sums[i]);
+        for (int64_t i = 0; i < n; i++) {
+            float y[WIDTH];
+            memcpy(y, sums[i], sizeof(y));
+            store(p, block, row + i, y);
+        }
 }
 
 static TARGET void NAME(attend)(const Attention *a, int64_t number, float *room) {

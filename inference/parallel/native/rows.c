@@ -115,6 +115,16 @@ INLINE void round_row(const Product *p, int64_t row, int most, int zero) {
     memset(digit + inputs, zero, size - inputs);
 }
 
+/* Store `count` outputs plus the residual from number `at`; constant arguments give loops of whole
+   registers. */
+INLINE void store_some(const Product *p, int64_t at, float *y, int64_t count, const int is_bf16) {
+    if (p->residual)
+        for (int64_t o = 0; o < count; o++)
+            y[o] += get(p->residual, at + o, is_bf16);
+    for (int64_t o = 0; o < count; o++)
+        put(p->y, at + o, y[o], is_bf16);
+}
+
 /* Store a row's outputs of a block, plus bias and residual. */
 INLINE void store(const Product *p, int64_t block, int64_t row, float *y) {
     const Weight *w = p->weight;
@@ -122,15 +132,12 @@ INLINE void store(const Product *p, int64_t block, int64_t row, float *y) {
     if (w->bias)
         for (int o = 0; o < WIDTH; o++)
             y[o] += w->bias[first + o];
-    if (count >= WIDTH) { /* a constant count takes whole registers */
-        if (p->residual)
-            for (int o = 0; o < WIDTH; o++)
-                y[o] += get(p->residual, at + o, p->is_bf16);
-        for (int o = 0; o < WIDTH; o++)
-            put(p->y, at + o, y[o], p->is_bf16);
-    } else
-        for (int o = 0; o < count; o++)
-            put(p->y, at + o, y[o] + (p->residual ? get(p->residual, at + o, p->is_bf16) : 0), p->is_bf16);
+    if (count < WIDTH)
+        store_some(p, at, y, count, p->is_bf16);
+    else if (p->is_bf16)
+        store_some(p, at, y, WIDTH, 1);
+    else
+        store_some(p, at, y, WIDTH, 0);
 }
 
 /* e to a power of at most 0; the relative error is below 1e-6 where the result is above 1e-3. */
