@@ -16,6 +16,7 @@ from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
     make_run,
+    mpi,
     record,
     restart_now,
     wait_for_end,
@@ -142,7 +143,8 @@ def test_pipeline_on_slurm_serves_measures_and_stops(
         "wait=true", "deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0",
         f"evaluate.limit={2 + nodes}", "evaluate.latency.enabled=false",
         "evaluate.lambada.metrics=[lambada_last_token]",
-        f"cluster.gpus_per_node={gpus_of_a_node}", "cluster.mpi=pmix",
+        f"cluster.gpus_per_node={gpus_of_a_node}",
+        f"cluster.mpi={mpi(os.environ.get('SLURM_CONF'))}",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=400

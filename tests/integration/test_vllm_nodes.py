@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import pytest
 
 from tests.integration.command import finish, processes_of, start
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER
+from tests.integration.slurm_runs import CLUSTER, mpi
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
 # Serves on the first node once the second has reached it, as `vllm serve --nnodes 2` does.
-STAND_IN = """#!{python}
+STAND_IN = """
 import argparse, http.server, json, os, pathlib, socket, sys, time
 options = argparse.ArgumentParser()
 options.add_argument("words", nargs=2)
@@ -56,7 +57,10 @@ def test_a_model_over_two_nodes_is_served_and_starts_again(
     tmp_path: Path, slurm_cluster: SlurmCluster
 ) -> None:
     program, model = tmp_path / "vllm", tmp_path / "model"
-    program.write_text(STAND_IN.format(python=sys.executable, notes=tmp_path))
+    script = tmp_path / "vllm.py"
+    script.write_text(STAND_IN.format(notes=tmp_path))
+    # The line of an interpreter allows no spaces in its path.
+    program.write_text(f'#!/bin/sh\nexec {shlex.join((sys.executable, str(script)))} "$@"\n')
     program.chmod(0o755)
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -66,6 +70,7 @@ def test_a_model_over_two_nodes_is_served_and_starts_again(
         "export=gpt3/sample", "stages=[deploy]", *CLUSTER, *sizes, "deploy.engine=vllm",
         f"deploy.executable={program}", f"deploy.repository={model}", "deploy.http_port=0",
         "deploy.restart_backoff_s=0", f"base_results_dir={tmp_path}/results",
+        f"cluster.mpi={mpi(os.environ.get('SLURM_CONF'))}",
     )  # fmt: skip
     text = finish(command)
     assert command.returncode == 0, text
