@@ -196,11 +196,12 @@ class OpenAIEndpoint:
             return await _stream(request, run, about, headers, asked.stream_options)
         choices = await run.choices()
 
-        def write() -> bytes:
-            rest = {"usage": _usage(run), **run.about_prompt}
-            return to_json({**about, "choices": [*choices], **rest})
+        def write() -> list[bytes]:
+            return [to_json(choice) for choice in choices]
 
-        body = write() if run.is_short else await asyncio.to_thread(write)
+        encoded = write() if run.is_short else await asyncio.to_thread(write)
+        rest = json.dumps({"usage": _usage(run), **run.about_prompt}).encode()
+        body = _prefix_of(about) + b", ".join(encoded) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")
 
     async def _embeddings(self, request: web.BaseRequest) -> web.Response:
@@ -277,8 +278,9 @@ def _usage(run: CompletionRun) -> dict[str, Any]:
     return {**run.usage, "prompt_tokens_details": None, "completion_tokens_details": None}
 
 
-def _event(**fields: Any) -> bytes:
-    return b"data: " + to_json(fields) + b"\n\n"
+def _prefix_of(about: Mapping[str, Any]) -> bytes:
+    """Return the beginning of every response or chunk, up to its choices."""
+    return json.dumps(about).encode()[:-1] + b', "choices": ['
 
 
 async def _stream(
@@ -289,19 +291,23 @@ async def _stream(
     options: StreamOptions,
 ) -> web.StreamResponse:
     """Send the chunks. Raises an error before the first chunk; later ones are sent as a chunk."""
-    usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+    start, first = (
+        b"data: " + _prefix_of(about),
+        b"data: " + _prefix_of({**about, **run.about_prompt}),
+    )
+    end = b'], "usage": null}\n\n' if options.include_usage else b"]}\n\n"
     response: web.StreamResponse | None = None
     last = b""  # final chunks, sent together with the end of the stream
     try:
         async for chunk in run.chunks():
-            first: dict[str, Any] = {}
+            opening = start
             if response is None:
-                response, first = event_stream(request), run.about_prompt
+                response, opening = event_stream(request), first
                 response.headers.update(headers)
                 await response.prepare(request)
             if options.include_usage and options.continuous_usage_stats:
-                usage = {"usage": _usage(run)}
-            event = _event(**about, **first, choices=[chunk], **usage)
+                end = b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
+            event = opening + to_json(chunk) + end
             if all(run.ends):
                 last += event
             else:
@@ -309,11 +315,11 @@ async def _stream(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        _, body = error_answer(error, request_id(request))
-        await response.write_eof(last + b"data: " + json.dumps(body).encode() + b"\n\n")
+        body = json.dumps(error_answer(error, request_id(request))[1]).encode()
+        await response.write_eof(last + b"data: " + body + b"\n\n")
         return response
     assert response is not None, "every answer has at least one chunk"
     if options.include_usage:
-        last += _event(**about, choices=[], usage=_usage(run))
+        last += start + b'], "usage": ' + json.dumps(_usage(run)).encode() + b"}\n\n"
     await response.write_eof(last + b"data: [DONE]\n\n")
     return response
