@@ -117,9 +117,10 @@ def prepare_rows(
     for text, names in rows_with.items():
         all_have_it = len(names) == len(compositions)
         wrong += [text] if all_have_it else [f"{name}: {text}" for name in names]
-    if len(rows) > 1 and any(row.config.deploy.keep for row in rows):
+    configs = [each.config for each in compositions.values() if each.config]
+    if len(configs) > 1 and any(config.deploy.keep for config in configs):
         wrong.append("deploy.keep=true would keep the first run's server; leave it out.")
-    reports = Counter(row.config.evaluate.output_dir for row in rows)
+    reports = Counter(config.evaluate.output_dir for config in configs)
     wrong += [
         f"evaluate.output_dir={folder} would hold the reports of {count} runs; leave it out: by "
         "default each run has its own folder."

@@ -439,13 +439,11 @@ def test_a_wrong_word_of_an_action_is_the_only_problem(words: list[str], capsys)
 
 def test_the_default_in_place_of_a_refused_value_is_no_problem(tmp_path, capsys):
     base = f"base_results_dir={tmp_path}"
-    port = "deploy.http_port=70000"
-    for words in (
-        ["export.model.checkpoint_path="],
-        ["~stages"],
-        [SAMPLE, port, "deploy.grpc_port=8000"],
-    ):
+    free = [f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    for words in (["export.model.checkpoint_path=", *free], ["~stages", *free]):
         assert "one problem found" in refused(capsys, base, *words)
+    ports = ["deploy.http_port=70000", "deploy.grpc_port=8000"]  # 8000 is the default of the first
+    assert "must differ" not in refused(capsys, base, SAMPLE, *ports)
 
 
 def test_status_without_any_run_names_the_remedy(tmp_path, capsys):
