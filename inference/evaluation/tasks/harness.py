@@ -50,7 +50,9 @@ PREFIX = "harness:"
 _PACKAGE = "lm_eval"
 _NO_FILTER = "none"
 _BOOTSTRAP = 1000  # resamples for the standard errors of metrics other than means
-_FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
+# Metrics between 0 and 1 by the harness's own aggregations. Those of a task may be in percent, as
+# squadv2's are.
+_FRACTIONS, _OWN_AGGREGATIONS = ("acc", "exact_match", "f1"), "lm_eval.api.metrics"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class HarnessTask(Task):
         if find_spec(_PACKAGE) is None:
             yield (
                 f"evaluate.tasks has {self.name}, and lm-evaluation-harness is not installed: pip "
-                "install 'lm_eval[api]' 'pyarrow<22'."
+                "install 'lm_eval[api]'."
             )
         if self.options.openai_url is None:
             yield (
@@ -173,9 +175,10 @@ class HarnessTask(Task):
         value = float(found[f"{metric.metric},{metric.filter}"])
         stderr = found.get(f"{metric.metric}_stderr,{metric.filter}")
         error = float(stderr) if isinstance(stderr, int | float) else 0.0  # "N/A" without one
-        is_fraction = metric.metric.startswith(_FRACTIONS)
+        task = self._loaded[metric.task]
+        is_own = task.aggregation()[metric.metric].__module__ == _OWN_AGGREGATIONS
+        is_fraction = is_own and metric.metric.startswith(_FRACTIONS)
         low, high = value - Z_95 * error, value + Z_95 * error
-        higher = self._loaded[metric.task].higher_is_better().get(metric.metric, True)
         return Metric(
             name=f"{self.metric_names[0]}_{self._group(metric)}",
             key=metric.key,
@@ -185,7 +188,8 @@ class HarnessTask(Task):
             high=min(high, 1.0) if is_fraction else high,
             count=int(results["n-samples"][metric.task]["effective"]),
             unit="fraction" if is_fraction else "",
-            higher_is_better=bool(higher),
+            # None if the task does not say
+            higher_is_better=task.higher_is_better().get(metric.metric) is not False,
             method=f"{metric.metric} of {metric.task}, lm-evaluation-harness {version(_PACKAGE)}",
             sample_value=self._group(metric),
         )

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,7 +36,8 @@ class _Task:
     _filters = (SimpleNamespace(name="none"), SimpleNamespace(name="strict-match"))
 
     def aggregation(self) -> dict[str, Any]:
-        return {"acc": None, "perplexity": None}
+        own = SimpleNamespace(__module__="lm_eval.api.metrics")
+        return {"acc": own, "perplexity": own}
 
     def higher_is_better(self) -> dict[str, bool]:
         return {"acc": True, "perplexity": False}
@@ -200,6 +202,22 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert (perplexity.value, perplexity.stderr) == (7.0, 0.0)
     assert not perplexity.higher_is_better
     assert [each.answer for each in run.predictions] == ["0.5", "0.5", "7", "7"]
+
+
+@pytest.mark.parametrize("higher", [{}, {"acc": None, "perplexity": None}])
+def test_a_tasks_own_aggregation_has_no_known_unit(
+    higher: dict[str, Any], asked: list[dict[str, Any]], endpoint: str, monkeypatch
+):
+    monkeypatch.setattr(
+        _Task, "aggregation", lambda _: dict.fromkeys(["acc", "perplexity"], partial(sum))
+    )
+    monkeypatch.setattr(_Task, "higher_is_better", lambda _: higher)
+    run = run_task(
+        prepare_task(HarnessTask("harness:two-facts", options(openai_url=endpoint))),
+        FakeModel({}),
+        concurrency=1,
+    )
+    assert {(each.unit, each.higher_is_better) for each in run.report.metrics} == {("", True)}
 
 
 def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
