@@ -14,6 +14,7 @@ import pytest
 from stages.record import JobRecord, read_record
 from tests.bcprun_stand_in import become_replica
 from tests.conftest import ROOT
+from tests.integration.command import FREE_PORTS
 
 SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
@@ -63,7 +64,7 @@ def test_a_model_over_two_replicas_is_served_and_measured(tmp_path: Path) -> Non
     command = [
         sys.executable, "main.py", "export=gpt3/sample", "cluster_type=bcp",
         f"base_results_dir={tmp_path}/r", "cluster.gpus_per_node=1",
-        "deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0",
+        *FREE_PORTS,
         "evaluate.limit=4", "evaluate.latency.enabled=false",
         "evaluate.lambada.metrics=[lambada_last_token]",
     ]  # fmt: skip

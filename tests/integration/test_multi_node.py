@@ -21,7 +21,7 @@ import pytest
 
 from inference.server.client import TritonClient
 from launcher_scripts.main import main
-from tests.integration.command import ROOT
+from tests.integration.command import FREE_PORTS, ROOT
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import kill_all, until
@@ -37,9 +37,7 @@ WORDS = (
     *CLUSTER,
     "cluster.mpi=none",
     "cluster.gpus_per_node=2",
-    "deploy.http_port=0",
-    "deploy.grpc_port=0",
-    "deploy.metrics_port=0",
+    *FREE_PORTS,
     "deploy.restart_backoff_s=0.2",
     "deploy.time_limit=30",
 )

@@ -12,6 +12,7 @@ import pytest
 
 from launcher_scripts.launchers.base import SubmissionError
 from tests.conftest import ROOT
+from tests.integration.command import FREE_PORTS
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -140,7 +141,7 @@ def test_pipeline_on_slurm_serves_measures_and_stops(
     base = results_of_pipelines
     command = [
         sys.executable, "main.py", "export=gpt3/sample", f"base_results_dir={base}", *CLUSTER,
-        "wait=true", "deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0",
+        "wait=true", *FREE_PORTS,
         f"evaluate.limit={2 + nodes}", "evaluate.latency.enabled=false",
         "evaluate.lambada.metrics=[lambada_last_token]",
         f"cluster.gpus_per_node={gpus_of_a_node}",

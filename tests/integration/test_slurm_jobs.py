@@ -19,6 +19,7 @@ from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_state import queue_now
 from launcher_scripts.main import main
 from launcher_scripts.rows import queue_problems, run_rows
+from tests.integration.command import FREE_PORTS
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
@@ -44,8 +45,8 @@ def queued(cluster: SlurmCluster) -> list[str]:
 
 
 def submit(results: Path, *stages: str, more: tuple[str, ...] = ()) -> int:
-    words = ["export=gpt3/sample", *CLUSTER, f"stages=[{','.join(stages)}]", LATER, *more]
-    return main([*words, f"export.run.results_dir={results}"])
+    words = ["export=gpt3/sample", *CLUSTER, *FREE_PORTS, f"stages=[{','.join(stages)}]", LATER]
+    return main([*words, *more, f"export.run.results_dir={results}"])
 
 
 def state(cluster: SlurmCluster, job_id: str) -> str:

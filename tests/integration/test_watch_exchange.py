@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.integration.command import finish, processes_of, start
+from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import until
 
@@ -53,7 +53,7 @@ def test_each_checkpoint_has_its_own_figures_though_they_share_a_server_that_die
     assert len(set(figures)) == 3
     alone = start(
         "stages=[evaluate]", f"export.model.checkpoint_path={tmp_path}/run/checkpoint-{STEPS[2]}",
-        f"export.run.results_dir={tmp_path}/alone", *common,
+        f"export.run.results_dir={tmp_path}/alone", *common, *FREE_PORTS,
     )  # fmt: skip
     text = finish(alone, timeout_s=200)
     assert alone.returncode == 0, text
