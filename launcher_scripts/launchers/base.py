@@ -26,9 +26,11 @@ SUBMISSION_S = 900.0
 # Kinds of dependency, as in `afterok:12`: on another job's success, start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 _READ_CHARS = 1 << 20  # a log may be larger than memory
-# Variables of an enclosing job or launcher that would bind our jobs to the wrong resources.
+# Variables of an enclosing job or launcher that would bind our jobs to the wrong resources, and
+# those by which a user's profile filters the answers of Slurm's commands.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
+    "SQUEUE_", "SCANCEL_", "SCONTROL_", "SACCT_", "SACCTMGR_", "SINFO_",
 )  # fmt: skip
 _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",

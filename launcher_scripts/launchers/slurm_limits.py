@@ -18,7 +18,6 @@ from launcher_scripts.launchers.base import (
     Job,
     QueueSlots,
     as_options,
-    clean_environment,
     settings_section,
 )
 from launcher_scripts.launchers.slurm_script import sbatch_options
@@ -70,19 +69,18 @@ def refusals(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 @cache
 def _test_only(words: Sequence[str]) -> SlurmAnswer:
-    command = ["sbatch", "--test-only", *words, "--wrap=true"]
-    return ask_slurm(command, environment=clean_environment(os.environ))
+    return ask_slurm(["sbatch", "--test-only", *words, "--wrap=true"])
 
 
 def _has_unavailable_nodes() -> bool:
-    answer = ask_slurm(["sinfo", "-h", "-t", _UNAVAILABLE_STATES, "-o", "%D"])
+    answer = ask_slurm(["sinfo", "-a", "-h", "-t", _UNAVAILABLE_STATES, "-o", "%D"])
     return answer.status != 0 or bool(answer.text.strip())
 
 
 def problems_of_partition(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield the time limits that none of the jobs' partitions allows."""
     # Each row: a partition, the default one with *, and its longest time limit.
-    rows = _table(["sinfo", "-h", "-o", "%P|%l"], 2)
+    rows = _table(["sinfo", "-a", "-h", "-o", "%P|%l"], 2)
     default = ",".join({row[0].rstrip("*") for row in rows if row[0].endswith("*")})
     partition = config.cluster.partition or os.environ.get("SBATCH_PARTITION") or default
     limits = {row[0].rstrip("*"): row[1] for row in rows}
@@ -132,7 +130,7 @@ def free_queue_slots(config: Config) -> QueueSlots | None:
         return None
     most, names = min(limited)
     return QueueSlots(
-        most - len(_table(["squeue", "-h", "-r", "--me", "-o", "%i"], 1)), most, names
+        most - len(_table(["squeue", "-a", "-h", "-r", "--me", "-o", "%i"], 1)), most, names
     )
 
 

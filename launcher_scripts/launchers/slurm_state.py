@@ -1,5 +1,6 @@
 """Slurm's commands and their answers: the states of jobs, and the jobs of a results folder."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from foundations.files.yaml_content import read_table
-from launcher_scripts.launchers.base import SUBMITIT_NAME
+from launcher_scripts.launchers.base import SUBMITIT_NAME, clean_environment
 from stages import record
 
 UNAVAILABLE = 127  # exit status of a missing command, as in a shell
@@ -28,8 +29,10 @@ _TEMPORARY_ERRORS = re.compile(
 )
 _TABLE = read_table(Path(__file__).with_name("slurm_states.yaml"))
 _STATE_OF = {word: state for state, words in _TABLE["states"].items() for word in words}
-# A field in a line of scontrol; its value may contain blanks.
-_FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
+# A field of scontrol. A reason may contain blanks; a path ends with its line.
+_FIELD = re.compile(
+    r"\b(JobState|Reason|ExitCode|Command)=((?<=Command=).*|.*?(?= \w+=|$))", re.MULTILINE
+)
 UNREACHABLE = "Slurm does not answer; jobs are shown as last recorded"
 
 
@@ -54,7 +57,10 @@ def ask_slurm(
     patience_s: float = 0.0,
     environment: Mapping[str, str] | None = None,
 ) -> SlurmAnswer:
-    """Run a Slurm command; retry it for `patience_s` while Slurm does not answer."""
+    """Run a Slurm command; retry it for `patience_s` while Slurm does not answer.
+
+    By default, it does not see the user's variables that filter its answers.
+    """
     answer = SlurmAnswer(None)
     for _ in attempts(patience_s):
         answer = _run_once(command, timeout_s, environment)
@@ -71,7 +77,7 @@ def _run_once(
     try:
         done = subprocess.run(
             command,
-            env=environment,
+            env=clean_environment(os.environ) if environment is None else environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -158,7 +164,7 @@ class SlurmQueue:
 def queue_now(job_id: str = "") -> SlurmQueue:
     """Return Slurm's queue as it is now, or only one job of it."""
     one = ["-j", job_id] if job_id else []
-    answer = ask_slurm(["squeue", "-h", "-r", "-o", "%i|%T|%r|%o", *one])
+    answer = ask_slurm(["squeue", "-a", "-h", "-r", "-o", "%i|%T|%r|%o", *one])
     if answer.status != 0:
         return SlurmQueue({}, has_answered=_UNKNOWN_JOB in answer.error)
     rows = (line.split("|", 3) for line in answer.text.splitlines())
@@ -171,21 +177,21 @@ def _state_of_ended(job_id: str) -> SlurmJobState | None:
     scontrol knows recent jobs; sacct knows all if the cluster has accounting, in a database or
     (-c) in a file.
     """
-    has_answered = True
+    shown = ask_slurm(["scontrol", "show", "job", job_id])
+    # Reversed, so that the first occurrence of each field wins: a comment may repeat one.
+    found = dict(reversed(_FIELD.findall(shown.text)))
+    if "JobState" in found:
+        facts = (found.get(name, "") for name in ("JobState", "Reason", "Command", "ExitCode"))
+        return SlurmJobState(*facts)
+    has_answered = _UNKNOWN_JOB in shown.error
     for command in (
-        ["scontrol", "show", "job", "-o", job_id],
         ["sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id],
         ["sacct", "-c", "-n", "-P", "-j", job_id, "--format=State"],
     ):
         answer = ask_slurm(command)
         has_answered = has_answered and answer.status is not None
-        if answer.status == 0:
-            # Reversed, so that the first occurrence of each field wins: a comment may repeat one.
-            found = dict(reversed(_FIELD.findall(answer.text)))
-            word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
-            if word:
-                facts = (found.get(name, "") for name in ("Reason", "Command", "ExitCode"))
-                return SlurmJobState(word, *facts)
+        if answer.status == 0 and (word := re.split(r"\W", answer.text, maxsplit=1)[0]):
+            return SlurmJobState(word)
     return SlurmJobState() if has_answered else None
 
 

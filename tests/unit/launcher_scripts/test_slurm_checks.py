@@ -147,7 +147,7 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path):
 def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path):
     unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     known = f'case "$*" in *12*) echo "12|PENDING|None|x";; *) {unknown};; esac'
-    programs(slurm, squeue=known, scontrol="exit 1", sacct="exit 1")
+    programs(slurm, squeue=known, scontrol=unknown, sacct="exit 1")
     words = ("export.run.dependency=afterok:12:9999", "cluster.dependency=singleton")
     (note,) = launcher(*words).notes([])
     assert "does not know job 9999" in note

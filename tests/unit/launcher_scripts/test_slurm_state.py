@@ -121,10 +121,30 @@ def test_nothing_is_said_of_jobs_by_a_controller_that_is_away(folder: Path):
 
 
 def test_words_of_a_job_are_not_its_state(folder: Path):
-    answer = "JobState=CANCELLED Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
+    lines = ("JobState=CANCELLED Reason=Bad constraints Dependency=(null)",
+             "   Command=/a x=1", "   Comment=JobState=FAILED,Reason=none")  # fmt: skip
     program(folder, "squeue", "exit 0")
-    program(folder, "scontrol", f"echo {answer}")
-    assert queue_now("12").state("12") == SlurmJobState("CANCELLED", "Priority", "/x")
+    program(folder, "scontrol", f"echo '{chr(10).join(lines)}'")
+    assert queue_now("12").state("12") == SlurmJobState("CANCELLED", "Bad constraints", "/a x=1")
+
+
+def test_job_is_not_lost_by_an_error_of_another_kind(tmp_path, folder: Path):
+    program(folder, "squeue", "exit 0")
+    program(folder, "scontrol", "echo 'error: Protocol authentication error' >&2; exit 1")
+    assert settled(tmp_path).state == "running"
+
+
+@pytest.mark.parametrize("name", ["SQUEUE_STATES", "SCANCEL_STATE", "SINFO_PARTITION"])
+def test_filters_in_the_environment_of_a_user_do_not_apply(folder: Path, monkeypatch, name: str):
+    monkeypatch.setenv(name, "RUNNING")
+    program(folder, "scancel", f"exit ${{{name}:+1}}")
+    assert ask_slurm(["scancel", "12"]).status == 0
+
+
+def test_jobs_in_a_hidden_partition_are_found(tmp_path, folder: Path):
+    script = tmp_path / "deploy" / "submitit" / "1.sh"
+    program(folder, "squeue", f"[[ \"$*\" != *-a* ]] || echo '7|PENDING|None|{script}'")
+    assert jobs_below(tmp_path, queue_now()) == {"deploy": ["7"]}
 
 
 ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", "FAILED", "TIMEOUT"}
