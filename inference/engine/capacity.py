@@ -34,25 +34,27 @@ _GPU_BLOCK_TOKENS = 128  # FlashAttention 4 reads blocks of 64 up to 10 % slower
 class Capacity:
     """Slots, sequence length and cache size of an engine.
 
-    Sequences share `blocks` blocks of `block_tokens` tokens. Both are 0 without paging: then the
-    encoder's output and the tokens of a sequence each have one block.
+    Sequences share `blocks` blocks of `block_tokens` tokens. Without paging a block holds a whole
+    sequence, and the output of an encoder has a block of its own.
     """
 
     device: str  # cpu or cuda
     slots: int  # most sequences that run at once
     max_len: int  # most tokens of a sequence; with an encoder, of input and output each
     cache_bytes: int  # on each rank
-    blocks: int = 0
-    block_tokens: int = 0
-    parts: int = 1  # 2 with an encoder
-    model_len: int | None = None  # the model's own maximum length
+    blocks: int
+    block_tokens: int
+    model_len: int | None  # the model's own maximum length
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether a sequence has several blocks, which it takes as it grows."""
+        return self.block_tokens < self.max_len
 
     @property
     def tokens(self) -> int:
         """Tokens that the cache can hold, over all sequences."""
-        if self.blocks:
-            return self.blocks * self.block_tokens
-        return self.slots * self.parts * self.max_len
+        return self.blocks * self.block_tokens
 
     def describe(self) -> str:
         """Return a description of the budget."""
@@ -66,7 +68,7 @@ class Capacity:
         """Return the reasons why a request can never run."""
         problems = self._too_long(request)
         if request.beam_width > 1:
-            largest = max(request.rows, key=lambda row: self._blocks_of(request, row))
+            largest = max(request.rows, key=lambda row: max_blocks(request, row, self.block_tokens))
             problems += self.concurrency_problems(request, [largest])
         return problems
 
@@ -81,16 +83,14 @@ class Capacity:
                 f"{about} {sequences} sequences, the cache holds {self.slots}; raise max_lanes or "
                 "kv_cache_bytes"
             )
-        need = sum(self._blocks_of(request, row) for row in rows) * self.block_tokens
-        if self.blocks and need > self.tokens:
+        blocks = sum(max_blocks(request, row, self.block_tokens) for row in rows)
+        need = blocks * self.block_tokens
+        if need > self.tokens:
             problems.append(
                 f"{about} {need} cached tokens, the cache holds {self.tokens}; lower "
                 "beam_width or lengths, or raise kv_cache_bytes"
             )
         return problems
-
-    def _blocks_of(self, request: GenerationRequest, row: SequenceRequest) -> int:
-        return max_blocks(request, row, self.block_tokens) if self.blocks else 0
 
     def _too_long(self, request: GenerationRequest) -> list[str]:
         problems = []
@@ -157,18 +157,18 @@ def plan_capacity(
     """
     longest = architecture.max_pos_seq_len or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
-    one_slot = cache_shape(architecture, replace(placement, slots=1, max_len=max_len))
-    # A CPU may compute 16-bit types in fp32, and its cache then holds fp32.
-    item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
-    token_bytes = one_slot.token_bytes(item_bytes)
     max_slots = options.max_lanes or _MAX_SLOTS[placement.device]
     block_tokens = options.kv_block_tokens
     if block_tokens is None:
         block_tokens = _GPU_BLOCK_TOKENS if placement.device == "cuda" else 0
-    if block_tokens >= max_len:
-        block_tokens = 0  # one block per sequence
-    block_bytes = (block_tokens or max_len) * token_bytes
-    sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
+    block_tokens = min(block_tokens or max_len, max_len)
+    one_slot = cache_shape(
+        architecture, replace(placement, slots=1, max_len=max_len, block_tokens=block_tokens)
+    )
+    # A CPU may compute 16-bit types in fp32, and its cache then holds fp32.
+    item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
+    block_bytes = block_tokens * one_slot.token_bytes(item_bytes)
+    sequence_blocks = one_slot.parts * one_slot.slot_blocks
     min_bytes = (sequence_blocks + 1) * block_bytes  # one more block takes padding tokens
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // placement.world_size
@@ -181,16 +181,15 @@ def plan_capacity(
         )
     blocks = min(max_slots * sequence_blocks, budget // block_bytes - 1)
     slots = min(max_slots, blocks // one_slot.parts)
-    if not block_tokens:
+    if block_tokens == max_len:
         blocks = slots * one_slot.parts
     return Capacity(
         placement.device,
         slots,
         max_len,
         cache_bytes=(blocks + 1) * block_bytes,
-        blocks=blocks if block_tokens else 0,
+        blocks=blocks,
         block_tokens=block_tokens,
-        parts=one_slot.parts,
         model_len=architecture.max_pos_seq_len,
     )
 

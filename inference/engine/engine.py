@@ -166,7 +166,10 @@ class Engine(EngineBase):
         size = _GPU_CHUNK if on_gpu else {}
         cache = SequenceCache(
             capacity.slots,
-            BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
+            BlockPool(
+                blocks=capacity.blocks if capacity.is_paged else None,
+                block_tokens=capacity.block_tokens,
+            ),
             shares_prefixes=self.options.share_prefixes,
             rotary=getattr(architecture, "rotary", None),
         )

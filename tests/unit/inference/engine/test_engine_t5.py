@@ -175,7 +175,7 @@ def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -
     )
     assert (long.slots, long.tokens, long.cache_bytes) == (64, 2048, (2048 + 16) * token_bytes)
     assert long == replace(short, max_len=1024)
-    assert (whole.slots, whole.blocks, whole.tokens) == (15, 0, 15 * 2 * 64)
+    assert (whole.slots, whole.blocks, whole.block_tokens) == (15, 15 * 2, 64)
 
 
 def test_long_rows_pass_the_encoder_in_slices(ft_dirs: dict[int, Path], engine: Engine) -> None:
