@@ -21,6 +21,7 @@ from inference.engine.blocks import max_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
 from inference.ranks.base import MAX_PROMPT_TOKENS, cache_shape
+from inference.ranks.device import compute_dtype
 from inference.ranks.settings import RankSettings
 from inference.system.control_groups import available_memory
 
@@ -165,9 +166,8 @@ def plan_capacity(
     one_slot = cache_shape(
         architecture, replace(placement, slots=1, max_len=max_len, block_tokens=block_tokens)
     )
-    # A CPU may compute 16-bit types in fp32, and its cache then holds fp32.
-    item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
-    block_bytes = block_tokens * one_slot.token_bytes(item_bytes)
+    dtype = compute_dtype(placement.data_type, torch.device(placement.device))
+    block_bytes = block_tokens * one_slot.token_bytes(dtype.itemsize)
     sequence_blocks = one_slot.parts * one_slot.slot_blocks
     min_bytes = (sequence_blocks + 1) * block_bytes  # one more block takes padding tokens
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines

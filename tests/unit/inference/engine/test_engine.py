@@ -17,6 +17,7 @@ import torch
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.rows import GenerationRequest, RequestError
+from inference.engine import capacity
 from inference.engine.capacity import Capacity, plan_capacity
 from inference.engine.engine import Engine
 from inference.engine.errors import EngineBusyError, EngineFailedError
@@ -236,6 +237,17 @@ def test_invalid_placements_are_refused_before_loading(
 def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir: Path) -> None:
     with pytest.raises(ValueError, match="kv_cache_bytes=1000 cannot hold one"):
         Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(kv_cache_bytes=1000))
+
+
+@pytest.mark.parametrize(("computed", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_a_cache_on_a_cpu_has_the_type_of_computation(
+    ft_dir: Path, computed: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "compute_dtype", lambda *_: computed)
+    options = EngineOptions(max_seq_len=32, max_lanes=3)
+    engine = Engine(ft_dir, Placement(device="cpu", data_type="bf16"), options=options)
+    tokens = 4 * 32  # of three sequences, and of a block that takes padding
+    assert engine.capacity.cache_bytes == tokens * 2 * 2 * 4 * 6 * size
 
 
 @pytest.mark.parametrize("wanted", [None, 1 << 20])
