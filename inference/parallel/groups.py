@@ -4,7 +4,6 @@ Groups are created directly on a store, so that one process can have several eng
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 # Bytes in the first transfer of a message, its length included; longer ones need a second.
 _PACKET = 4096
 _LENGTH_BYTES = 4
-
-
-@dataclass(frozen=True)
-class PendingSend:
-    """A tensor that is being sent, kept alive until then."""
-
-    work: Work
-    x: Tensor
-
-    def wait(self) -> None:
-        """Wait until the tensor is sent."""
-        self.work.wait()
 
 
 def _nccl(store: Store, group_rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -176,11 +163,10 @@ class RankGroups:
         self._stage._allgather_base(gathered, x.contiguous()).wait()
         return gathered
 
-    def send(self, x: Tensor, rank: int) -> PendingSend:
-        """Begin to send a tensor to a rank of another stage."""
+    def send(self, x: Tensor, rank: int) -> Work:
+        """Begin to send a tensor to a rank of another stage; torch keeps it until it is sent."""
         assert self._pipe is not None
-        x = x.contiguous()
-        return PendingSend(self._pipe.send([x], rank, 0), x)
+        return self._pipe.send([x.contiguous()], rank, 0)
 
     def receive(self, x: Tensor, rank: int) -> Tensor:
         """Receive into `x` from a rank of another stage, and return it."""
