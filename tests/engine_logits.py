@@ -20,11 +20,7 @@ class KeptLogits(PromptOutputs):
     def __init__(self, options: SamplingParams) -> None:
         super().__init__(options)
         self.wants_logits = True
-
-    def restart(self) -> None:
-        super().restart()
-        if not self.is_final:
-            self.kept: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
 
     def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         del next_ids

@@ -219,8 +219,7 @@ class Scheduler(StepScheduler):
             vocab_size = self._sampler.vocab_size
             gathered.add_logits(result.logits[rows], next_ids, vocab_size=vocab_size)
         if stop == sequence.prompt_len:
-            gathered.commit()
-            sequence.answer.prompt = gathered.result
+            sequence.answer.prompt = gathered.finish()
 
     def _choose(
         self, sampled: Mapping[RunningSequence, Sequence[int]], logits: Tensor

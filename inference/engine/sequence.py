@@ -81,13 +81,9 @@ class Session:
 class PromptOutputs:
     """Outputs that are collected while a prompt is computed, chunk by chunk.
 
-    They are read only after `commit`, which follows the last chunk. A preempted sequence computes
-    its prompt again: `restart` drops outputs that are not final yet, and final ones stay.
-
     Attributes:
-        wants_logits: Whether the logits of every prompt token are needed.
-        wants_pooled: Whether the sum of the prompt's hidden states is needed.
-        is_final: Whether the whole prompt has been computed.
+        wants_logits: Whether the logits of the next chunk's tokens are needed.
+        wants_pooled: Whether the sum of its hidden states is needed.
     """
 
     def __init__(self, options: SamplingParams) -> None:
@@ -95,14 +91,8 @@ class PromptOutputs:
         self._top = options.num_prompt_log_probs
         self.wants_logits = self._is_summed or self._top > 0
         self.wants_pooled = options.return_context_embeddings
-        self.is_final = False
-        self.restart()
-
-    def restart(self) -> None:
-        """Drop the outputs unless they are final: the prompt will be computed again."""
-        if not self.is_final:
-            self._scores: list[TokenScore] = []
-            self._pooled: Tensor | None = None
+        self._scores: list[TokenScore] = []
+        self._pooled: Tensor | None = None
 
     def add_logits(self, logits: Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         """Add the next chunk's logits (n, V), given the prompt token that follows each position."""
@@ -114,14 +104,9 @@ class PromptOutputs:
         """Add the sum (E,) of the next chunk's hidden states."""
         self._pooled = pooled if self._pooled is None else self._pooled + pooled
 
-    def commit(self) -> None:
-        """Make the outputs final, once the whole prompt has been computed."""
-        self.is_final = True
+    def finish(self) -> PromptResult:
+        """Return the outputs of the whole prompt; nothing more is collected."""
         self.wants_logits = self.wants_pooled = False
-
-    @property
-    def result(self) -> PromptResult:
-        """The outputs collected so far."""
         total = math.fsum(score.log_prob for score in self._scores) if self._is_summed else 0.0
         pooled = None if self._pooled is None else self._pooled.cpu().numpy()
         return PromptResult(total, tuple(self._scores) if self._top else (), pooled)
@@ -271,7 +256,8 @@ class RunningSequence:
         self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_from(0)
         self.table = BlockTable(cached=self.prefix_len)
         self.needs_marks = True
-        self.prompt_outputs.restart()
+        if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
+            self.prompt_outputs = PromptOutputs(self.request.options)
 
 
 @dataclass(eq=False)
