@@ -6,7 +6,6 @@ grows; those of a sequence that cannot be preempted are reserved in advance.
 
 import hashlib
 import itertools
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from inference.decoding.rows import GenerationRequest, SequenceRequest
-from inference.model.kv_cache import Move, TableEntry
+from inference.model.kv_cache import Move, Span, TableEntry
 
 
 class BlockPool:
@@ -25,10 +24,10 @@ class BlockPool:
     `fork` share their full blocks, too.
 
     Attributes:
-        total: Number of blocks; None where every slot has one fixed block.
+        total: Number of blocks; None where every slot has one fixed block of `block_tokens`.
     """
 
-    def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
+    def __init__(self, *, blocks: int | None, block_tokens: int) -> None:
         self.total = blocks
         self.block_tokens = block_tokens
         # Free blocks; the first is taken next.
@@ -133,29 +132,25 @@ class BlockPool:
             self.extend(slot, tokens + 1)
         return [(source, slot, start, tokens) for slot, source in copies.items()]
 
-    def release(
-        self, slots: Sequence[int], *, forget: bool = False
-    ) -> list[tuple[int, int, float]]:
+    def release(self, slots: Sequence[int], *, forget: bool = False) -> list[Span]:
         """Free the blocks of slots; with `forget` they are no longer shared.
 
         Slots of one reservation must be released together. Returns the tokens that no other slot
-        holds as runs (slot, first token, end).
+        holds, block by block.
         """
         for reserved in [each for each in self._reservations if each[0] in slots]:
             del self._reservations[reserved]
-        own: list[tuple[int, int, float]] = []
+        own: list[Span] = []
         for slot in slots:
             held = self._held.pop(slot, [])
             if self.total is None:
-                own.append((slot, 0, math.inf))
-            first = 0
-            for is_own, blocks in itertools.groupby(held, lambda block: self._users[block] == 1):
-                stop = first + sum(1 for _ in blocks) * self.block_tokens
-                if is_own:
-                    own.append((slot, first, stop))
-                first = stop
-            for block in held if forget else ():
-                self._forget(block)
+                own.append((slot, 0, self.block_tokens))
+            for nth, block in enumerate(held):
+                first = nth * self.block_tokens
+                if self._users[block] == 1:
+                    own.append((slot, first, first + self.block_tokens))
+                if forget:
+                    self._forget(block)
             self._drop(held)
         self._entries = {cell: b for cell, b in self._entries.items() if cell[0] not in slots}
         return own

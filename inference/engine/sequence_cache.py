@@ -7,7 +7,7 @@ from export_scripts.families.layout.architecture import Rotary
 from inference.engine.blocks import BlockPool, max_blocks, prefix_hashes
 from inference.engine.planned_step import Chunk
 from inference.engine.sequence import RunningRequest, RunningSequence, SequenceStatus
-from inference.model.kv_cache import WIPE, Move, encoder_slot
+from inference.model.kv_cache import WIPE, Move, Span, encoder_slot
 from inference.model.rotary import position_shift
 
 # A sequence joins only if afterwards each running sequence could take one more block; at most one
@@ -206,12 +206,12 @@ class SequenceCache:
             ends = dict.fromkeys(table.slots, table.held)
             ends[encoder_slot(table.slots, self.slots)] = sequence.encoder_len
             self.moves += [
-                (WIPE, slot, first, int(min(stop, ends[slot])))
+                (WIPE, slot, first, min(stop, ends[slot]))
                 for slot, first, stop in own
                 if first < ends[slot]
             ]
 
-    def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
+    def free(self, slots: Sequence[int], *, forget: bool = False) -> list[Span]:
         """Free slots; return the result of `BlockPool.release`."""
         for slot in slots:
             assert slot not in self.free_slots, f"slot {slot} is free already"

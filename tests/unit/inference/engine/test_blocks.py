@@ -141,7 +141,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
         wiped = [
             block
             for slot, first, stop in own
-            for block in blocks[slot][first // SIZE : int(stop) // SIZE]
+            for block in blocks[slot][first // SIZE : stop // SIZE]
         ]
         assert sorted(wiped) == sorted(set().union(*blocks.values()) - left)
 

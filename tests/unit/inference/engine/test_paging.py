@@ -53,7 +53,7 @@ class World:
         rotary: Rotary | None = None,
     ) -> None:
         sampler = Sampler(vocab_size=VOCAB)
-        self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
+        self.pool = BlockPool(blocks=blocks or None, block_tokens=SIZE if blocks else WHOLE)
         self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(
             sampler,
@@ -225,6 +225,12 @@ def test_beams_hold_their_prompt_once() -> None:
     world.run()
 
 
+def wiped(step: GeneratingStep) -> list[tuple[int, int]]:
+    """Return slot and index of each token that a step wipes."""
+    spans = [move[1:] for move in step.plan.moves if move[0] == WIPE]
+    return [(slot, place) for slot, start, stop in spans for place in range(start, stop)]
+
+
 def test_a_failed_beam_search_wipes_each_block_once() -> None:
     world = World()
     other = world.add([3, 1, 4, 1, 5, 9], 9)
@@ -238,10 +244,9 @@ def test_a_failed_beam_search_wipes_each_block_once() -> None:
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None
-    wiped = [move for move in step.plan.moves if move[0] == WIPE]
     # The neighbour holds the first block; the beams share others, and each has a last one.
-    assert {(slot, stop) for _, slot, _, stop in wiped} == {(slot, end) for slot in slots}
-    assert min(start for _, _, start, _ in wiped) == SIZE
+    assert {slot for slot, place in wiped(step) if place == end - 1} == {*slots}
+    assert {place for _, place in wiped(step)} == {*range(SIZE, end)}
     world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
     world.run()
     assert output_of(other) == answer([3, 1, 4, 1, 5, 9], 9)
@@ -388,7 +393,7 @@ def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> Non
     world.scheduler.drop(failing)
     step = world.scheduler.plan()
     assert step is not None
-    assert [move for move in step.plan.moves if move[0] == WIPE] == [(WIPE, slot, 2 * SIZE, end)]
+    assert wiped(step) == [(slot, place) for place in range(2 * SIZE, end)]
     world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
     world.run()
     assert output_of(other) == answer([*header, 9], 5)
@@ -408,7 +413,7 @@ def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks: int) -> None:
     assert left.future.cancel()
     step = world.scheduler.plan()
     assert step is not None
-    assert [move for move in step.plan.moves if move[0] == WIPE] == [(WIPE, slot, 0, end)]
+    assert wiped(step) == [(slot, place) for place in range(end)]
     world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
     world.run()
     assert output_of(neighbour) == answer([3, 1, 4], 30)

@@ -25,7 +25,8 @@ END = 19
 
 def make_scheduler(slots: int) -> Scheduler:
     sampler = Sampler(vocab_size=VOCAB)
-    cache = SequenceCache(slots, BlockPool(), shares_prefixes=False, rotary=None)
+    pool = BlockPool(blocks=None, block_tokens=512)
+    cache = SequenceCache(slots, pool, shares_prefixes=False, rotary=None)
     return Scheduler(sampler, cache, embedding_base=VOCAB, chunk_size=ChunkSize(0.1))
 
 
