@@ -48,11 +48,13 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class GeneratingStep(PlannedStep):
-    """A step of generation with its chunks and its encoder work."""
+    """A step of generation with its chunks.
+
+    `prompt_tokens` are those of prompts, and the encoder's work as a number of tokens.
+    """
 
     chunks: Sequence[Chunk]
     prompt_tokens: int
-    encoding: EncoderWork
 
 
 def lay_out(
@@ -121,7 +123,7 @@ def lay_out(
     overlaps = not (plan.with_logits or plan.pool)
     sequences = [*encoding.sequences, *(chunk.sequence for chunk in chunks)]
     owners = list(dict.fromkeys(sequence.owner for sequence in sequences))
-    return GeneratingStep(plan, embeddings, overlaps, owners, chunks, prompt_tokens, encoding)
+    return GeneratingStep(plan, embeddings, overlaps, owners, chunks, prompt_tokens)
 
 
 def _rank_choices(chunks: Sequence[Chunk]) -> dict[str, Any]:

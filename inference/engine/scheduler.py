@@ -171,8 +171,6 @@ class Scheduler(StepScheduler):
                 sequence.produced += chunk.samples
             if chooses and chunk.samples and sequence.answer.rank_chooses:
                 sequence.decode(_NEWEST)
-        for sequence in running:
-            sequence.table.is_written = True
         return step
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:

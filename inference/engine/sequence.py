@@ -149,7 +149,6 @@ class BlockTable:
         memory_len: Most tokens that a slot keeps, None for all.
         shift: Added to the positions, see `rotary.position_shift`.
         capacity: Tokens that fit into the blocks of its slot.
-        is_written: Whether a step has run with the slots.
         prefix_hashes: Hashes of the prompt up to the end of each block that can be shared.
         registered: How many of these blocks other sequences can share by now.
     """
@@ -160,7 +159,6 @@ class BlockTable:
     memory_len: int | None = None
     shift: int = 0
     capacity: float = math.inf
-    is_written: bool = False
     prefix_hashes: list[bytes] = field(default_factory=list)
     registered: int = 0
 

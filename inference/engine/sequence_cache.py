@@ -199,7 +199,7 @@ class SequenceCache:
         With `forget`, its blocks are no longer shared.
         """
         table, answer = sequence.table, sequence.answer
-        clear = answer.error is not None or (table.is_written and not answer.tokens)
+        clear = answer.error is not None or not answer.tokens
         own = self.free(table.slots, forget=forget or clear)
         if clear:
             # Sequences that still share a block wipe it if their own answers are not finite.

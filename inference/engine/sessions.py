@@ -231,7 +231,7 @@ def _continue(session: Session, request: RunningRequest) -> None:
     request.session = session
     for sequence in request.waiting:
         idle = session.idle.pop(sequence.index)
-        sequence.table = replace(idle.table, is_written=False)
+        sequence.table = idle.table
         sequence.prompt = idle.prompt + sequence.prompt
         sequence.prompt_tokens = len(sequence.prompt)
         sequence.request = replace(

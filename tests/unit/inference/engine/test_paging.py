@@ -119,7 +119,9 @@ class World:
         return busy
 
     def _finish(self, launched: tuple[GeneratingStep, StepResult]) -> None:
-        seconds = STEP_S + TOKEN_S * (len(launched[0].plan.ids) + launched[0].encoding.tokens)
+        step, _ = launched
+        decoded = sum(not chunk.is_prompt for chunk in step.chunks)
+        seconds = STEP_S + TOKEN_S * (decoded + step.prompt_tokens)
         self.now_s += seconds
         self.scheduler.finish(*launched, seconds=seconds)
 
@@ -264,7 +266,7 @@ def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> Non
         assert world.turn()
         assert world.under_way is not None
         step, _ = world.under_way
-        layers.append(step.encoding.layers)
+        layers.append(step.plan.encoder_layers)
         # Steps of one token for each sequence, planned one ahead: graphs on a GPU.
         assert world.overlapped == overlapped + 1
         assert [segment.tokens for segment in step.plan.segments] == [1] * len(step.chunks)
