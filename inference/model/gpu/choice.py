@@ -39,17 +39,23 @@ def _number(order):
 
 
 @triton.jit
+def _read_part(at, start, count, SIZE: tl.constexpr):
+    """Return the indices of SIZE logits from `start` on, which exist, and them; -inf for others."""
+    here = start + tl.arange(0, SIZE)
+    there = here < count
+    return here, there, tl.load(at + here, mask=there, other=float("-inf"))
+
+
+@triton.jit
 def _sums(at, count, best, cuts, COUNTS: tl.constexpr):
     """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
 
     The order of additions is the same for every cut, so that a lower cut never has a smaller sum.
     """
-    within = tl.arange(0, _PART)
     sums = tl.zeros_like(cuts).to(tl.float32)
     for start in range(0, count, _PART):
-        here = start + within
-        x = tl.load(at + here, mask=here < count, other=float("-inf"))
-        weight = (here < count).to(tl.float32) if COUNTS else tl.exp(x - best)
+        _, there, x = _read_part(at, start, count, _PART)
+        weight = there.to(tl.float32) if COUNTS else tl.exp(x - best)
         above = _order(x)[:, None] >= cuts[None, :]
         sums += tl.sum(tl.where(above, weight[:, None], 0.0), 0)
     return sums
@@ -96,13 +102,11 @@ def _crossing(at, count, best, target, lowest, limit):
 @triton.jit
 def _nth_equal(at, count, edge, nth):
     """Return the index of the nth logit of order `edge`, or of the last if there are fewer."""
-    within = tl.arange(0, _PART)
     found = 0
     place = 0
     for start in range(0, count, _PART):
-        here = start + within
-        x = tl.load(at + here, mask=here < count, other=float("-inf"))
-        equal = ((_order(x) == edge) & (here < count)).to(tl.int32)
+        here, there, x = _read_part(at, start, count, _PART)
+        equal = ((_order(x) == edge) & there).to(tl.int32)
         wanted = (equal > 0) & (found + tl.cumsum(equal, 0) <= nth)
         place = tl.maximum(place, tl.max(tl.where(wanted, here, 0), 0))
         found += tl.sum(equal, 0)
@@ -115,12 +119,10 @@ def _list(at, count, lowest, listed_at, ids_at):
 
     Only the first _LISTED are stored.
     """
-    within = tl.arange(0, _IDS)
     listed = 0
     for start in range(0, count, _IDS):
-        here = start + within
-        x = tl.load(at + here, mask=here < count, other=float("-inf"))
-        kept = (here < count) & (_order(x) >= lowest)
+        here, there, x = _read_part(at, start, count, _IDS)
+        kept = there & (_order(x) >= lowest)
         place = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
         tl.store(listed_at + place, x, mask=kept & (place < _LISTED))
         tl.store(ids_at + place, here, mask=kept & (place < _LISTED))
@@ -201,7 +203,6 @@ def _choose(
     let_next_begin(EARLY)
     DRAWS: tl.constexpr = draws_at is not None
     row = tl.program_id(0)
-    within = tl.arange(0, _IDS)
     wait_for_earlier(EARLY)
     at = logits_at + row.to(tl.int64) * stride
     forbidden = tl.load(forbidden_at + row) - first
@@ -216,11 +217,10 @@ def _choose(
         bias_at += slot.to(tl.int64) * count
 
     best = tl.full((_IDS,), float("-inf"), tl.float32)
-    place = within
+    place = tl.arange(0, _IDS)
     spoilt = tl.zeros((_IDS,), tl.int32)
     for start in range(0, count, _IDS):
-        here = start + within
-        x = tl.load(at + here, mask=here < count, other=float("-inf"))
+        here, there, x = _read_part(at, start, count, _IDS)
         if penalties_at is not None:
             x += tl.load(bias_at + here, mask=here < marked, other=0.0)
         if DRAWS:
@@ -231,8 +231,8 @@ def _choose(
             x = tl.where(seen > 0, less, x)
         x = tl.where(here == forbidden, _LOWEST, x)
         if DRAWS:
-            x = tl.where(here < count, x, float("-inf"))
-            tl.store(at + here, x, mask=here < count)
+            x = tl.where(there, x, float("-inf"))
+            tl.store(at + here, x, mask=there)
         # A NaN never compares as better, and is recorded.
         spoilt |= (x != x).to(tl.int32)
         better = x > best
