@@ -23,7 +23,8 @@ from inference.backend.metrics import ModelMetrics
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Outputs, Submitted
 from inference.engine.errors import EngineBusyError, EngineFailedError
 
-CANCEL, CONSUMED = "cancel", "consumed"  # news from the client: it cancels, or has read an answer
+# News from the client: it cancels, has read a response, or needs no further one.
+CANCEL, CONSUMED, ANSWERED = "cancel", "consumed", "answered"
 _INLINE_BYTES = 16 << 10  # larger requests are parsed in a thread
 _LARGE_AT_ONCE = 4  # threads for them
 # gRPC code of an error, and the reason in the metrics.
@@ -42,7 +43,7 @@ class AnsweringModel(Protocol):
     metrics: ModelMetrics
     running: set[EngineRequest]
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         """Queue a request in the engine."""
 
     def check_progress(self) -> None:
@@ -101,6 +102,8 @@ class Answering:
             self._end(key)
         elif news == CONSUMED:
             running.credit += 1
+        elif news == ANSWERED:
+            running.credit, running.is_answered = math.inf, True
         else:
             running.results.append(news)
         while running.results and running.credit:
@@ -146,9 +149,11 @@ class EngineRequest:
         results: results of the engine that are not answered yet.
         credit: responses that may be sent before the client reads one.
         queued_s: seconds in the engine's queue, set with the last response.
+        is_answered: whether the client needs no further response.
     """
 
     queued_s = 0.0
+    is_answered = False
 
     def __init__(
         self,
@@ -174,7 +179,7 @@ class EngineRequest:
             try:
                 if self._request.is_canary:
                     self._model.check_progress()
-                self._future, self._outputs_of = self._model.submit(self._request, self._put)
+                self._future, self._outputs_of = self._model.submit(self._request, self._on_step)
                 self._model.running.add(self)
             except Exception as error:  # of any kind: it concerns this request alone
                 self._is_refused, self._future = True, Future()
@@ -183,6 +188,10 @@ class EngineRequest:
         self._future.add_done_callback(lambda _: self._put(None))
         if self._is_cancelled:  # while it was parsed
             self._free()
+
+    def _on_step(self, step: Any) -> bool:
+        self._put(step)
+        return self.is_answered
 
     def response(self, step: Any) -> tuple[Outputs | None, bool]:
         """Return the outputs of a result, None for no response, and whether they are the last.

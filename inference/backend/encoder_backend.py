@@ -27,7 +27,7 @@ class EncoderModel(EngineModel):
     engine_class = "inference.engine.encoder_engine:EncoderEngine"
     engine: EncoderEngine
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         """Queue a request, see `EngineModel`."""
         from inference.engine.encoding import parse_encoding
 

@@ -152,7 +152,7 @@ class EngineModel(TritonModel):
         engine.start()
         return engine
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         """Queue a request in the engine; return its future and a function for its outputs.
 
         The function turns the result into outputs, and also each step that `on_step` gets; it

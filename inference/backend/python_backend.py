@@ -39,7 +39,7 @@ class GenerationModel(EngineModel):
         )
         return replace(limits, grammars=grammars)
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         """Queue a request, see `EngineModel`."""
         tensors, turn = request.tensors, request.turn if self.interactive else None
         if self.interactive:

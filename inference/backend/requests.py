@@ -52,6 +52,8 @@ class InferRequest:
             has all tokens.
         parameters: request parameters for third-party models.
         matches: whether names, types and shapes are known to match the model's signature.
+        is_answered: whether the client needs no further response; a request that is closed then
+            counts as completed.
     """
 
     tensors: dict[str, Array]
@@ -63,6 +65,7 @@ class InferRequest:
     wants_tokens: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
     matches: bool = False
+    is_answered: bool = False
 
 
 class ModelHost(Protocol):

@@ -43,7 +43,7 @@ class TextModel(GenerationModel):
         _, config = read_config(folder)
         self.tasks = [task.task_name for task in config.tasks]
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         """Queue a request, see `EngineModel`; it gets a single response."""
         del on_step
         return self.begin(RequestInputs(request.tensors)), self.answer

@@ -101,7 +101,8 @@ class Engine(EngineBase):
         Args:
             request: Parsed by `parse_request` with this engine's `limits`.
             on_step: Called with the results so far after each step that produced tokens for the
-                request but did not finish it.
+                request but did not finish it. If it returns True, the request ends with them, or
+                later if a sequence waits.
             only_tokens: Call `on_step` with the new tokens only, a list for each sequence.
             turn: The request's turn of a session. If the request does not fit the session, or
                 other sessions hold the slots it needs, its future fails with one of the errors

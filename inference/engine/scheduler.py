@@ -398,24 +398,33 @@ class Scheduler(StepScheduler):
                 continue
             if request.future.done():  # cancelled or failed
                 self.drop(request)
-            elif not request.active and not request.waiting:
+                continue
+            if request.on_step is not None and request in progressed and request.is_running:
+                self._report(request)
+            if request in self.requests and not request.is_running:
                 del self.requests[request]
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.end_turn(request)
                 _record_end(request.times, request.request.rows, rows)
                 request.succeed(GenerationResult(request.request, rows, request.times))
-            elif request.on_step is not None and request in progressed:
-                self._report(request)
 
     def _report(self, request: RunningRequest) -> None:
         assert request.on_step is not None
         try:
-            request.on_step(request.new_tokens() if request.only_tokens else request.progress())
+            new = request.new_tokens() if request.only_tokens else request.progress()
+            is_enough = request.on_step(new)
         except Exception as error:  # fails this request only
             logger.exception("an on_step callback failed")
             request.fail(error)
             self.drop(request)
+            return
+        sequences = [*request.active, *request.waiting]
+        if is_enough and all(each.status is SequenceStatus.DECODE for each in sequences):
+            for sequence in sequences:
+                if isinstance(sequence.answer, SampledAnswer):
+                    sequence.answer.reason = "stop"
+                self._retire(sequence)
 
 
 def _record_end(

@@ -55,8 +55,9 @@ class GenerationResult(GenerationStep):
     times: RequestTimes | None = None
 
 
-# Called with a GenerationStep, or with the new tokens of each sequence.
-OnStep = Callable[[Any], object]
+# Called with a GenerationStep, or with the new tokens of each sequence. If it returns True, nothing
+# more is needed, and the request ends once no sequence waits.
+OnStep = Callable[[Any], bool | None]
 
 
 @dataclass(eq=False)
@@ -103,11 +104,6 @@ class PromptOutputs:
     def add_pooled(self, pooled: Tensor) -> None:
         """Add the sum (E,) of the next chunk's hidden states."""
         self._pooled = pooled if self._pooled is None else self._pooled + pooled
-
-    def restart(self) -> None:
-        """Drop the outputs of an unfinished prompt, which will be computed again."""
-        if self.wants_logits or self.wants_pooled:
-            self._scores, self._pooled = [], None
 
     def finish(self) -> PromptResult:
         """Return the outputs of the whole prompt; nothing more is collected."""
@@ -259,7 +255,8 @@ class RunningSequence:
         self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_from(0)
         self.table = BlockTable(cached=self.prefix_len)
         self.needs_marks = True
-        self.prompt_outputs.restart()
+        if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
+            self.prompt_outputs = PromptOutputs(self.request.options)
 
 
 @dataclass(eq=False)
@@ -286,6 +283,11 @@ class RunningRequest(QueuedRequest):
     def __post_init__(self) -> None:
         self.results: list[SequenceResult | None] = [None] * len(self.request.rows)
         self._reported = [0] * len(self.request.rows)  # number of tokens, by sequence
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a sequence has not ended."""
+        return bool(self.active or self.waiting)
 
     @property
     def has_begun(self) -> bool:

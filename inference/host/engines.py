@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.backend.answering import CANCEL, CONSUMED
+from inference.backend.answering import ANSWERED, CANCEL, CONSUMED
 from inference.backend.metrics import ModelMetric
 from inference.backend.requests import TOKENS, InferRequest, ModelError, Responses
 from inference.host.engine_process import LOST, READ_METRICS, LoadOrder
@@ -62,7 +62,8 @@ class EngineProcess:
     ) -> Responses:
         """Yield (outputs, is final) for each response. Raises ModelError.
 
-        Closing the generator cancels the request. `queued` gets the seconds in the engine's queue.
+        Closing the generator cancels the request, or completes it if it `is_answered`. `queued`
+        gets the seconds in the engine's queue.
         """
         tokens: list[list[int]] = []
         final = False
@@ -91,7 +92,7 @@ class EngineProcess:
                             self._send(number, CONSUMED)
             finally:
                 if not final:
-                    self._send(number, CANCEL)
+                    self._send(number, ANSWERED if request.is_answered else CANCEL)
 
     async def _answer_to(self, order: Any) -> Any:
         with self._order(order) as (_, answers):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -155,7 +154,9 @@ class HostedModel:
         """
         if not request.matches:
             self._check(request)
-        return self._reshaped(request) if self._reshapes else request
+        if self._reshapes:
+            self._reshape(request)
+        return request
 
     def _check(self, request: InferRequest) -> None:
         for name in request.wanted:
@@ -200,14 +201,12 @@ class HostedModel:
             )
         return rows
 
-    def _reshaped(self, request: InferRequest) -> InferRequest:
-        """Return a request with its tensors in the shapes that the model's `reshape` asks for."""
-        changed = {
-            name: value.reshape((*value.shape[: self._is_batched], *tensor.reshape.shape))
-            for name, value in request.tensors.items()
-            if (tensor := self.inputs[name]).HasField("reshape") and -1 not in tensor.reshape.shape
-        }
-        return replace(request, tensors=request.tensors | changed) if changed else request
+    def _reshape(self, request: InferRequest) -> None:
+        """Give a request's tensors the shapes that the model's `reshape` asks for."""
+        for name, value in request.tensors.items():
+            if (tensor := self.inputs[name]).HasField("reshape") and -1 not in tensor.reshape.shape:
+                shape = (*value.shape[: self._is_batched], *tensor.reshape.shape)
+                request.tensors[name] = value.reshape(shape)
 
 
 class _Counted:
@@ -242,6 +241,8 @@ class _Counted:
                 model.sessions.forget(turn.session_id)
         elif isinstance(error, Exception):  # an internal error
             self._reason = "OTHER"
+        elif self._request.is_answered:
+            self._reason = ""
         # A canary that a busy model refuses is not a failure.
         is_busy = self._request.is_canary and self._reason in ("REJECTED", "CANCELED")
         if not self._reason:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -123,23 +123,27 @@ class HostedGenerator:
         self._model = model
 
     async def generate(
-        self, job: Mapping[str, Array], *, streams: bool
+        self, job: Mapping[str, Array], *, streams: bool, is_answered: Callable[[], bool]
     ) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates while they grow, and at last complete. Closing it cancels the job.
+        """Yield the candidates while they grow, and at last complete.
 
-        `job` holds the inputs. Without `streams` the incomplete ones may be left out. Raises
-        RejectedError if the model refuses the request or cannot answer.
+        Closing it ends the job, which counts as cancelled unless `is_answered`. `job` holds the
+        inputs. Without `streams` the incomplete ones may be left out. Raises RejectedError if the
+        model refuses the request or cannot answer.
         """
         is_scored = "num_log_probs" in job  # only tensors carry scores, not token lists
         wanted = ["output_ids", "sequence_length", *(_SCORES if is_scored else ())]
         request = InferRequest(dict(job), wanted, streams=streams, wants_tokens=not is_scored)
         prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
         async with contextlib.aclosing(self._model.infer(request)) as responses:
-            async for outputs, _ in responses:
-                if TOKENS in outputs:
-                    yield [Candidate(ids) for ids in outputs[TOKENS]]
-                elif outputs:
-                    yield _candidates(outputs, prompt_len)
+            try:
+                async for outputs, _ in responses:
+                    if TOKENS in outputs:
+                        yield [Candidate(ids) for ids in outputs[TOKENS]]
+                    elif outputs:
+                        yield _candidates(outputs, prompt_len)
+            finally:
+                request.is_answered = is_answered()
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""

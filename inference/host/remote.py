@@ -52,8 +52,8 @@ class RemoteModel(HostedModel):
         self.is_known = config.backend == "fastertransformer"
         self._server = server
 
-    def _reshaped(self, request: InferRequest) -> InferRequest:
-        return request  # tritonserver reshapes it
+    def _reshape(self, request: InferRequest) -> None:
+        """Leave the tensors to tritonserver, which reshapes them."""
 
     async def _answer(self, request: InferRequest) -> Responses:
         if request.turn is not None and self.keeps_sessions:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class TokenModel(Protocol):
     facts: ModelFacts
 
     def generate(
-        self, job: Mapping[str, Array], *, streams: bool
+        self, job: Mapping[str, Array], *, streams: bool, is_answered: Callable[[], bool]
     ) -> AsyncGenerator[Sequence[Candidate], None]:
         """Yield the candidates while they grow, and at last complete."""
 
@@ -209,12 +209,17 @@ class CompletionRun:
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run one job; yield after each frame and at the end; stop once all answers have ended."""
         last: Sequence[Candidate] | None = None
-        async with contextlib.aclosing(self._model.generate(job, streams=streams)) as frames:
+
+        def is_answered() -> bool:
+            return all(run.answers[place].finish_reason for place in answers)
+
+        generated = self._model.generate(job, streams=streams, is_answered=is_answered)
+        async with contextlib.aclosing(generated) as frames:
             async for last in frames:
                 if streams:
                     await self._update(run, answers, last, final=False)
                     yield run, answers
-                    if all(run.answers[place].finish_reason for place in answers):
+                    if is_answered():
                         return
         assert last is not None, "a model that has answered has sent a frame"
         await self._update(run, answers, last, final=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.backend.answering import CANCEL, Answering, EngineRequest
+from inference.backend.answering import ANSWERED, CANCEL, Answering, EngineRequest
 from inference.backend.engine_model import EngineModel
 from inference.backend.requests import InferRequest, ModelError, Outputs
 from inference.backend.triton_model import TritonHost, TritonSender
@@ -42,7 +42,7 @@ class Model(EngineModel):
         self.error = error
 
     def submit(
-        self, request: InferRequest, on_step: Callable[[Any], None]
+        self, request: InferRequest, on_step: Callable[[Any], bool]
     ) -> tuple[Future[Any], Callable[[Any], Outputs | None]]:
         self.on_step = on_step
         if self.error is not None:
@@ -152,6 +152,17 @@ def test_a_request_whose_client_leaves_is_given_up(answering: Host, request_: In
     assert answering.end_of("a") == []
     model.goes_on.set()
     until(model.future.cancelled, "the end")
+
+
+def test_a_request_whose_client_needs_no_more_is_completed(answering: Host) -> None:
+    model = Model()
+    answering.ask("a", model, REQUEST)
+    assert not model.on_step("some")
+    answering.enqueue("a", ANSWERED)
+    until(lambda: model.on_step("more"), "the engine to be told")
+    model.future.set_result("all")
+    assert answering.end_of("a")[-1] == ("all", True)
+    assert model.noted == ["completed"]
 
 
 def test_a_canary_is_refused_while_the_engine_makes_steps(answering: Host) -> None:

@@ -45,10 +45,10 @@ class Passing(FakeModel):
     """A model that remembers the headers with which a request would be passed on."""
 
     async def generate(
-        self, job: Mapping[str, Array], *, streams: bool
+        self, job: Mapping[str, Array], **asked: Any
     ) -> AsyncGenerator[Sequence[Candidate], None]:
         self.headers = dict(tracing.outgoing())
-        async for each in super().generate(job, streams=streams):
+        async for each in super().generate(job, **asked):
             yield each
 
 

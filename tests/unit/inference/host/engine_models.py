@@ -33,7 +33,7 @@ class Scripted(EngineModel):
     def close(self) -> None:
         pass
 
-    def submit(self, request: InferRequest, on_step: Callable[[Any], None]) -> Submitted:
+    def submit(self, request: InferRequest, on_step: Callable[[Any], bool]) -> Submitted:
         does = bytes(request.tensors["do"].flat[0]).decode()
         future: Future[Any] = Future()
         steps: list[Outputs] = []

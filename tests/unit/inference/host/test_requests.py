@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -202,6 +203,20 @@ def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
     lines = list(triton_metrics([model.statistics]))
     assert 'nv_inference_request_success{model="m",version="1"} 1' in lines
     assert 'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 1' in lines
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_request_that_is_closed_early_is_cancelled_unless_it_is_answered(
+    is_answered: bool, model: Echo
+) -> None:
+    async def main() -> None:
+        request = InferRequest({"text": np.array([[b"a"]], object)}, is_answered=is_answered)
+        async with contextlib.aclosing(model.infer(request)) as responses:
+            await anext(responses)
+
+    asyncio.run(main())
+    counts = (model.statistics.failures["CANCELED"], model.statistics.successes)
+    assert counts == ((0, 1) if is_answered else (1, 0))
 
 
 def test_a_histogram_counts_what_is_up_to_each_bound() -> None:

@@ -101,7 +101,7 @@ class FakeModel(TokenModel):
         self._waits = waits
 
     async def generate(
-        self, job: Mapping[str, Array], *, streams: bool
+        self, job: Mapping[str, Array], *, streams: bool, is_answered: Callable[[], bool]
     ) -> AsyncGenerator[Sequence[Candidate], None]:
         del streams
         self.jobs.append(job)
@@ -115,6 +115,7 @@ class FakeModel(TokenModel):
                     raise self._failure
                 yield [Candidate(whole[:count]) for _ in job["input_ids"]]
         finally:
+            self.was_answered = is_answered()
             self.given_up.set()
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
