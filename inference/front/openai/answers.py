@@ -5,6 +5,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -60,6 +61,7 @@ class Answer:
     end_ids: frozenset[int] = frozenset()  # tokens that end it
     top_n: int | None = None  # number of top tokens to report per position, None for no scores
     shows_special: bool = False  # include special tokens in the text
+    min_tokens: int = 0  # no stop text ends within as many tokens
     text: str = field(default="", init=False)  # without an end that may become a stop text
     tokens: int = field(default=0, init=False)  # tokens so far, including the end token
     finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
@@ -105,8 +107,9 @@ class Answer:
         searched = max(len(self._whole) - self._longest_stop + 1, 0)
         self._whole = text = self._whole + self._new_text(more=more)
         stop: int | None = None
-        if self.stops:
-            found = ((at, len(s)) for s in self.stops if (at := text.find(s, searched)) >= 0)
+        if self.stops and self.tokens > self.min_tokens:
+            starts = ((s, max(searched, self._free - len(s) + 1)) for s in self.stops)
+            found = ((at, len(s)) for s, first in starts if (at := text.find(s, first)) >= 0)
             stop, length = min(found, default=(None, 0))
         if stop is not None:
             self.text = text[:stop]
@@ -130,6 +133,11 @@ class Answer:
         """Return its tokens from number `first` on, including the end token."""
         end = [] if self.end_id is None else [self.end_id]
         return [*self._ids[first : self.tokens], *end][: self.tokens - first]
+
+    @cached_property
+    def _free(self) -> int:
+        """Characters of its first `min_tokens` tokens."""
+        return len(self._text_of(self._ids[: self.min_tokens]))
 
     def _shown(self, ids: Sequence[int]) -> list[int]:
         return self.codec.shown(ids, special=self.shows_special)

@@ -72,6 +72,7 @@ class CompletionRun:
                 request.end_ids,
                 request.sampling.top_n,
                 shows_special=not request.sampling.skip_special_tokens,
+                min_tokens=request.sampling.min_tokens,
             )
             answers = [begin() for _ in range(request.sampling.n)]
             self._runs.append(PromptRun(number, prompt, answers))

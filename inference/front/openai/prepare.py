@@ -190,7 +190,8 @@ def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
     FasterTransformer's own backend has a single end token.
     """
     forms = (ids for stop in request.stop for ids in codec.tokenizer.word_forms(stop))
-    singles = (ids[0] for ids in forms if len(ids) == 1)
+    # The model would stop there before `min_tokens`, too.
+    singles = (ids[0] for ids in forms if len(ids) == 1 and not request.min_tokens)
     others = () if request.ignore_eos else codec.end_ids[1:]
     return tuple(dict.fromkeys((*singles, *request.stop_token_ids, *others)))
 

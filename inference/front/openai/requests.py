@@ -334,6 +334,8 @@ class Sampling(RequestRecord):
             found["prompt_logprobs"] = "needs stream=false"
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             found["min_tokens"] = f"must be at most max_tokens, which is {self.max_tokens}"
+        if self.min_tokens and self.stop_token_ids:
+            found["min_tokens"] = "must be 0 with stop_token_ids, which end an answer of any length"
         return found
 
 

@@ -159,7 +159,7 @@ def test_a_request_whose_client_needs_no_more_is_completed(answering: Host) -> N
     answering.ask("a", model, REQUEST)
     assert not model.on_step("some")
     answering.enqueue("a", ANSWERED)
-    until(lambda: model.on_step("more"), "the engine to be told")
+    until(lambda: model.on_step("more"), "the report")
     model.future.set_result("all")
     assert answering.end_of("a")[-1] == ("all", True)
     assert model.noted == ["completed"]

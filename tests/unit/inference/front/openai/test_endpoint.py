@@ -134,7 +134,7 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
             assert answer["choices"][0]["text"] == "Hello, "
             assert answer["choices"][0]["finish_reason"] == "stop"
             assert answer["usage"]["completion_tokens"] == 13
-        # The model was given up there, although it had more to say; that is no cancellation.
+        # The model was given up there, although it had more to say; it is not cancelled.
         assert model.given_up.is_set()
         assert model.was_answered
         assert "stop_words_list" not in model.jobs[0]  # six tokens: found in the text
@@ -147,6 +147,21 @@ def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
     answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text"), [("l", "Hello, you there!"), ("o", "Hello, y"), ("o,", "Hell")]
+)
+def test_no_stop_text_ends_an_answer_before_its_minimum(
+    stop: str, text: str, at_once: bool
+) -> None:
+    ids = Letters().encode("Hello, you there!")
+    answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, [stop, "yonder"], min_tokens=5)
+    for count in [] if at_once else range(1, len(ids)):
+        answer.update(Candidate(ids[:count]), final=False)
+    answer.update(Candidate(ids), final=True)
+    assert answer.text == text
 
 
 def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
@@ -261,6 +276,7 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"temperature": "hot"}, "temperature: must be a valid number"),
         ({"temperature": 10**400}, "temperature: must be a valid number"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"min_tokens": 1, "stop_token_ids": [5]}, "min_tokens: must be 0 with stop_token_ids"),
         ({"best_of": 2}, "best_of: is not supported"),
         ({"logprobs": 1}, "takes no num_log_probs, which logprobs needs"),
         ({"presence_penalty": 1, "repetition_penalty": 2}, "repetition_penalty: must be 1"),
