@@ -152,15 +152,15 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self, hosted: Hosted, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
         """Return the serialized answer to a call. Raises RejectedError."""
+        data = await self._context.guard.message(request)
         if call == rules.INFER_CALL:
             sessions = partial(self._namespace, owner, context)
-            model, sent, asked = await self._read(hosted, request, sessions)
+            model, sent, asked = await self._read(hosted, data, sessions)
             if model.decoupled:
                 raise InferError(_NO_STREAMS, "UNIMPLEMENTED")
             answer = infer_response(model, sent, await model.answer(asked))
             sent.set_matched(model)
             return bytes(answer.SerializeToString())
-        data = await self._context.guard.message(request)
         name = call.removeprefix(rules.SERVICE)
         message = parsed(getattr(service_pb2, f"{name}Request"), data)
         return bytes(_ANSWERS[name](hosted, message).SerializeToString())
@@ -168,8 +168,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _read(
         self, hosted: Hosted, request: bytes, sessions: Callable[[], Namespace]
     ) -> tuple[HostedModel, SentRequest, InferRequest]:
+        """Read a decompressed request. Raises RejectedError."""
         self._context.guard.note_use()
-        request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
         try:
             read = read_message_head if raw and len(data) < MAX_HEAD_BYTES else read_message

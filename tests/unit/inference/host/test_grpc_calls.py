@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
@@ -54,11 +55,13 @@ class Calls:
         self.context, self.channel, self.call = context, channel, call
         self.is_leaving = False
 
-    async def ask(self, value: int, *, model: str = "m") -> None:
+    async def ask(
+        self, value: int, *, model: str = "m", packed: Callable[[bytes], bytes] = bytes
+    ) -> None:
         request = service_pb2.ModelInferRequest(model_name=model)
         request.inputs.add(name="x", datatype="UINT32", shape=[1])
         request.raw_input_contents.append(np.array([value], np.uint32).tobytes())
-        await self.call.write(request.SerializeToString())
+        await self.call.write(packed(request.SerializeToString()))
 
     async def answer(self) -> tuple[str, int]:
         reply = service_pb2.ModelStreamInferResponse.FromString(await self.call.read())
@@ -117,6 +120,16 @@ def test_a_client_that_leaves_ends_all_requests_of_its_stream() -> None:
             await asyncio.sleep(0.01)
         calls.call.cancel()
         await calls.unused()
+
+    with_stream(check)
+
+
+def test_a_message_of_a_stream_is_decompressed_once() -> None:
+    async def check(calls: Calls, _: Gate) -> None:
+        await calls.ask(QUICK, packed=gzip.compress)
+        assert await calls.answer() == ("1", QUICK)
+        await calls.ask(QUICK, packed=lambda data: gzip.compress(gzip.compress(data)))
+        assert await calls.call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     with_stream(check)
 
