@@ -113,18 +113,15 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self, name: str, call: str, owner: str | None, request: bytes, context: Any
     ) -> bytes:
         with self._named(name, call, context):
-            return await self._run_unary(call, owner, request, context)
-
-    async def _run_unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
-        # Abort outside of the except block: inside, the error of abort would refer to the caught
-        # one, whose traceback holds the request and forms a reference cycle.
-        try:
-            with self._context.use() as hosted:
-                return await self._answer(hosted, call, owner, request, context)
-        except RejectedError as error:
-            refused = _status_of(error)
-        del request
-        await context.abort(*refused)
+            # Abort outside of the except block: inside, the error of abort would refer to the
+            # caught one, whose traceback holds the request and forms a reference cycle.
+            try:
+                with self._context.use() as hosted:
+                    return await self._answer(hosted, call, owner, request, context)
+            except RejectedError as error:
+                refused = _status_of(error)
+            del request
+            await context.abort(*refused)
         raise AssertionError("abort raises")
 
     async def _stream(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from inference.backend.metrics import vllm_line
-from inference.backend.requests import InferRequest, Outputs
+from inference.backend.requests import Outputs, Responses
 from inference.front import rules
 from inference.front.context import FrontContext
 from inference.front.guard import RejectedError, headers_of, refusal
@@ -182,8 +182,8 @@ class KServeHttp:
                 raise InferError(_ONE_RESPONSE)
             answer = await _encoded(generated, model, sent, await model.answer(asked))
             return web.Response(body=answer, content_type=_JSON)
-        async with contextlib.aclosing(_frames(model, asked)) as frames:
-            return await _stream(request, frames, partial(generated, model, sent))
+        async with contextlib.aclosing(model.infer(asked)) as responses:
+            return await _stream(request, responses, partial(generated, model, sent))
 
 
 def _get(hosted: Hosted, path: str, model: str, version: str, action: str) -> web.StreamResponse:
@@ -212,14 +212,6 @@ def _json_length(request: web.BaseRequest, body: bytes) -> int:
     return length_of_json(lengths[0] if lengths else None, len(body))
 
 
-async def _frames(model: HostedModel, request: InferRequest) -> AsyncGenerator[Outputs, None]:
-    """Yield a model's non-empty responses. Raises InferError."""
-    async with contextlib.aclosing(model.infer(request)) as responses:
-        async for outputs, _ in responses:
-            if outputs:
-                yield outputs
-
-
 async def _encoded(
     write: Callable[[HostedModel, SentRequest, Outputs], _T],
     model: HostedModel,
@@ -233,15 +225,15 @@ async def _encoded(
 
 
 async def _stream(
-    request: web.BaseRequest,
-    frames: AsyncGenerator[Outputs, None],
-    encoded: Callable[[Outputs], bytes],
+    request: web.BaseRequest, responses: Responses, encoded: Callable[[Outputs], bytes]
 ) -> web.StreamResponse:
-    """Send the frames as events; an error before the first frame sets the HTTP status."""
+    """Send the non-empty responses as events; an error before the first sets the HTTP status."""
     response = event_stream(request)
     last = b""
     try:
-        async for outputs in frames:
+        async for outputs, _ in responses:
+            if not outputs:
+                continue
             if not response.prepared:
                 await response.prepare(request)
             await response.write(b"data: " + encoded(outputs) + b"\n\n")

@@ -146,7 +146,7 @@ class CompletionRun:
                 pass
         answers = ((run, answer) for run in self._runs for answer in run.answers)
         choices = (self._choice(*pair, number, whole=True) for number, pair in enumerate(answers))
-        return (choice for choice in choices if choice is not None)
+        return filter(None, choices)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of all choices as they arrive, interleaved."""

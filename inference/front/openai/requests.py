@@ -319,9 +319,8 @@ class Sampling(RequestRecord):
     @property
     def biases(self) -> dict[int, float]:
         """Biases to add to the logits of tokens that are not banned."""
-        banned = set(self.banned)
         pairs = ((int(token), bias) for token, bias in self.logit_bias.items())
-        return {token: bias for token, bias in pairs if bias and token not in banned}
+        return {token: bias for token, bias in pairs if bias and (bias != BAN or token == 0)}
 
     def problems(self) -> dict[str, str]:
         """Return the fields that conflict with others, and why."""
