@@ -37,6 +37,7 @@ _SPECIAL = ("special_tokens_map.json", "added_tokens.json")
 _CHATS = json_file(Path(__file__).with_name("chats.json"))
 _MAX_SHOWN = 12
 _MAX_ADDED = 64  # added tokens for which probe texts are made
+_PAIR = ("Is it the same?", "It is.")
 # Keys that other code compares, or that depend on the release of transformers.
 _NOT_COMPARED = (
     "version", "added_tokens_decoder", "auto_map", "backend", "chat_template", "is_local",
@@ -51,7 +52,8 @@ _TOKENIZER, _CHATS_PART = "tokenizer", "chats"
 class _Encoder(NamedTuple):
     """A loaded tokenizer.
 
-    `vocabulary` (token -> id) and `special` (role -> token) are empty if the library has none.
+    `vocabulary` (token -> id), `special` (role -> token) and `pair` (what two texts become) are
+    empty if the library has none.
     """
 
     library: str
@@ -60,14 +62,21 @@ class _Encoder(NamedTuple):
     tokens: int  # largest id + 1
     vocabulary: Mapping[str, int] = {}
     special: Mapping[str, Any] = {}
+    pair: Mapping[str, Any] = {}
 
     def read(self, text: str, *, both: bool) -> dict[str, Any]:
-        """Return a text's ids and their text; with `both`, also those with special tokens."""
+        """Return a text's ids and their text; with `both`, also those with special tokens.
+
+        The library's error takes their place.
+        """
         found: dict[str, Any] = {}
         for special in (False, True)[: 1 + both]:
-            ids = self.encode(text, special)
             suffix = " with markers" * special
-            found |= {f"ids{suffix}": ids, f"text of ids{suffix}": self.decode(ids, special)}
+            try:
+                found[f"ids{suffix}"] = ids = self.encode(text, special)
+                found[f"text of ids{suffix}"] = self.decode(ids, special)
+            except Exception as error:  # files can hold anything
+                found["error"] = f"{type(error).__name__}: {error}"
         return found
 
 
@@ -106,9 +115,10 @@ def _load_by_transformers(folder: Path) -> _Encoder:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        vocabulary = tokenizer.get_vocab()
+        pair = tokenizer(*_PAIR, return_token_type_ids=True)
     except Exception as error:  # files can hold anything
         raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
-    vocabulary = tokenizer.get_vocab()
     return _Encoder(
         f"transformers {transformers.__version__}",
         lambda text, special: list(tokenizer.encode(text, add_special_tokens=special)),
@@ -116,6 +126,7 @@ def _load_by_transformers(folder: Path) -> _Encoder:
         max(vocabulary.values(), default=-1) + 1,
         vocabulary,
         tokenizer.special_tokens_map,
+        dict(pair),
     )
 
 
@@ -165,7 +176,7 @@ def _tokenizers(source: Path, folder: Path) -> tuple[Part, int | None]:
     if not findings and all((side / _WHOLE).is_file() for side in (source, folder)):
         # transformers ignores some settings of tokenizer.json, such as truncation.
         findings += _differences(_load_whole(source), _load_whole(folder), probes)
-    findings += _other_ids(source, folder, found.vocabulary)
+    findings += _other_tokens(source, folder, found.vocabulary)
     findings += _file_differences(source, folder)
     up_to = [remark.where for remark in findings if remark.status == UP_TO]
     return Part(
@@ -198,6 +209,8 @@ def _differences(expected: _Encoder, found: _Encoder, probes: Sequence[str]) -> 
         return
     for role, one, other in differing(expected.special, found.special):
         yield differs("special token", role, one, other)
+    for name, one, other in differing(expected.pair, found.pair):
+        yield differs("a pair of texts", name, one, other)
     entries = expected.vocabulary.items() ^ found.vocabulary.items()
     if tokens := sorted({token for token, _ in entries}):
         shown = ", ".join(f"{token!r:.30}" for token in tokens[:_MAX_SHOWN])
@@ -209,18 +222,23 @@ def _json(file: Path) -> dict[str, Any]:
     return json_file(file) if file.is_file() else {}
 
 
-def _stated_ids(folder: Path) -> dict[str, int]:
-    """Return the ids of added tokens in files next to the vocabulary, which some libraries take."""
+def _added_tokens(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what files next to the vocabulary state of added tokens, which some libraries take."""
     tokens = _json(folder / SETTINGS_FILE).get("added_tokens_decoder", {})
-    found = {str(each["content"]): int(number) for number, each in tokens.items()}
-    return found | _json(folder / _SPECIAL[1])
+    found = {each.get("content"): {**each, "id": int(number)} for number, each in tokens.items()}
+    return found | {token: {"id": number} for token, number in _json(folder / _SPECIAL[1]).items()}
 
 
-def _other_ids(source: Path, folder: Path, vocabulary: Mapping[str, int]) -> Iterator[Remark]:
-    """Yield added tokens with another id than that of the vocabulary, unless the source has it."""
-    for token, number in _stated_ids(folder).items() - _stated_ids(source).items():
-        if vocabulary.get(token, number) != number:
-            yield differs("added token", token, vocabulary[token], number)
+def _other_tokens(source: Path, folder: Path, vocabulary: Mapping[str, int]) -> Iterator[Remark]:
+    """Yield added tokens that the vocabulary states differently, unless the source has them so."""
+    known = {name: {"id": number} for name, number in vocabulary.items()}
+    known |= {each["content"]: each for each in _json(folder / _WHOLE).get("added_tokens", ())}
+    original = _added_tokens(source)
+    for name, token in _added_tokens(folder).items():
+        other = {**token, **known.get(name, {})}
+        for key, value in token.items() if token != original.get(name) else ():
+            if value != other[key]:
+                yield differs("added token", f"{name}, {key}", other[key], value)
 
 
 def _table(file: Path) -> dict[str, Any]:

@@ -214,18 +214,20 @@ def stale_tokenizer(copy: Copy) -> None:
     path.write_text(json.dumps(table))
 
 
-def begins_texts(copy: Copy) -> None:
-    path = copy.path / "tokenizer.json"
-    table = json.loads(path.read_text())
-    token = "<|endoftext|>"
-    table["post_processor"] = {
+END = "<|endoftext|>"
+
+
+def texts_with_tokens(single: str, pair: str) -> dict[str, Any]:
+    """Return a post-processor; in both templates, a letter is a text and a stroke the end token."""
+    piece = {"|": {"SpecialToken": {"id": END, "type_id": 0}}} | {
+        letter: {"Sequence": {"id": letter, "type_id": 0}} for letter in "AB"
+    }
+    return {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": token, "type_id": 0}},
-                   {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {token: {"id": token, "ids": [0], "tokens": [token]}},
-    }  # fmt: skip
-    path.write_text(json.dumps(table))
+        "single": [piece[each] for each in single],
+        "pair": [piece[each] for each in pair],
+        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+    }
 
 
 def tokenizer(**changes: Any) -> Callable[[Copy], None]:
@@ -385,7 +387,6 @@ def in_fp16(copy: Copy) -> None:
 UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-END = "<|endoftext|>"
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 # name -> model, fault, part, the place that is named, what is said of it
@@ -561,7 +562,10 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a stale tokenizer": (
         "llama", stale_tokenizer, "tokenizer", "tokenizer.json", "3 are on one side",
     ),
-    "a token before every text": ("llama", begins_texts, "tokenizer", "'Hello world'", "[0, "),
+    "a token before every text": (
+        "llama", tokenizer(post_processor=texts_with_tokens("|A", "AB")), "tokenizer",
+        "'Hello world'", "[0, ",
+    ),
     "a template without the system turn": (
         "llama", without_system_turn, "chats", "system turn", "one sentence",
     ),
@@ -576,6 +580,21 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "another id of an added token in a file of its own": (
         "llama", lambda c: (c.path / "added_tokens.json").write_text(json.dumps({END: 5})),
         "tokenizer", END, "5, and 0",
+    ),
+    "flags of an added token that one release reads": (
+        "llama",
+        setting("tokenizer_config.json", added_tokens_decoder={
+            "0": {"content": END, "single_word": False, "special": False},
+        }),
+        "tokenizer", f"{END}, special", "False, and True",
+    ),
+    "a token between two texts": (
+        "llama", tokenizer(post_processor=texts_with_tokens("A", "A|B")), "tokenizer",
+        "input_ids", "pair",
+    ),
+    "a length that no text can have": (
+        "llama", setting("tokenizer_config.json", model_max_length=[1]), "tokenizer", "folder",
+        "cannot load",
     ),
     "another decoder": (
         "llama", tokenizer(decoder={"type": "Fuse"}), "tokenizer", "' leading'", "text of ids",
