@@ -317,12 +317,19 @@ def _apply(adapter: _Adapter, tensors: Tensors, reader: CheckpointReader) -> lis
                 f"{adapter.path}: {key} is {_shapes(old)}, the adapter's factors are "
                 f"{_shapes(change.down)} and {_shapes(change.up)}; expected factors for this model"
             )
-    if unknown:
+    heads = [name for name in unknown if name.endswith(_HEADS)]
+    tied = _tied_tables({key for key, *_ in done}.union(heads), reader)
+    if others := [name for name in dict.fromkeys(unknown) if name not in tied]:
         problems.append(
-            f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
+            f"{adapter.path} changes {first_names(others)}, which the model does not have: "
             "expected an adapter of this model, in its format"
         )
-    return problems + _tied_problems(adapter, done, reader)
+    return problems + [
+        f"{adapter.path} changes {key}, which the model uses as embedding and as head, but "
+        "training changed only one of them: save the model with a separate head "
+        "(tie_word_embeddings = false, lm_head.weight a copy of the embedding), and merge into that"
+        for key in tied
+    ]
 
 
 def _matching_key(keys: Iterable[str], names: Sequence[str]) -> str | None:
@@ -340,23 +347,15 @@ def _shapes(pieces: Sequence[Piece]) -> str:
     return " + ".join(str(list(piece.shape)) for piece in pieces)
 
 
-def _tied_problems(
-    adapter: _Adapter, changed: Iterable[tuple[str, type, object]], reader: CheckpointReader
-) -> list[str]:
-    """Return a problem if an adapter changes only one use of an embedding that is also the head.
+def _tied_tables(changed: Iterable[str], reader: CheckpointReader) -> list[str]:
+    """Return the changed tensors that are one use of an embedding which is also the head.
 
     PEFT trains one and merges into both.
     """
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
     if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
-    return [
-        f"{adapter.path} changes {key}, which the model uses as embedding and as head, but "
-        "training changed only one of them: save the model with a separate head "
-        "(tie_word_embeddings = false, lm_head.weight a copy of the embedding), and merge into that"
-        for key in sorted({key for key, *_ in changed})
-        if key.endswith(TIED_TABLES)
-    ]
+    return sorted(key for key in changed if key.endswith(TIED_TABLES))
 
 
 def _with_update(key: str, tensors: Tensors, update: Update) -> Pieces | None:

@@ -397,7 +397,11 @@ def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path: 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"target_modules": ["c_attn"], "modules_to_save": ["wte"]}, {"target_modules": ["wte"]}],
+    [
+        {"target_modules": ["c_attn"], "modules_to_save": ["wte"]},
+        {"target_modules": ["wte"]},
+        {"target_modules": ["lm_head"]},
+    ],
 )
 def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
     settings: dict[str, Any], tmp_path: Path
