@@ -22,6 +22,11 @@ class KeptLogits(PromptOutputs):
         self.wants_logits = True
         self.kept: list[torch.Tensor] = []
 
+    def restart(self) -> None:
+        super().restart()
+        if self.wants_logits:
+            self.kept.clear()
+
     def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         del next_ids
         self.kept.append(logits[:, :vocab_size])

@@ -105,6 +105,11 @@ class PromptOutputs:
         """Add the sum (E,) of the next chunk's hidden states."""
         self._pooled = pooled if self._pooled is None else self._pooled + pooled
 
+    def restart(self) -> None:
+        """Drop the outputs of an unfinished prompt, which will be computed again."""
+        if self.wants_logits or self.wants_pooled:
+            self._scores, self._pooled = [], None
+
     def finish(self) -> PromptResult:
         """Return the outputs of the whole prompt; nothing more is collected."""
         self.wants_logits = self.wants_pooled = False
@@ -255,8 +260,7 @@ class RunningSequence:
         self.prompt = self.prompt[: self.prompt_tokens] + self.answer.generated_from(0)
         self.table = BlockTable(cached=self.prefix_len)
         self.needs_marks = True
-        if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
-            self.prompt_outputs = PromptOutputs(self.request.options)
+        self.prompt_outputs.restart()
 
 
 @dataclass(eq=False)

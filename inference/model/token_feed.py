@@ -133,11 +133,3 @@ def marks_bytes(slots: int, vocab_size: int) -> int:
     One more slot is for choices that no step reads.
     """
     return (slots + 1) * vocab_size * 5
-
-
-def on_host(chosen: Tensor) -> Tensor:
-    """Return the chosen tokens (n, 2) on the host; a GPU copies them asynchronously."""
-    if chosen.device.type == "cpu":
-        return chosen
-    host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-    return host.copy_(chosen, non_blocking=True)

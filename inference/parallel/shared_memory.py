@@ -15,11 +15,12 @@ import math
 import mmap
 import os
 import platform
-import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -68,36 +69,34 @@ def open_group(
     segment = _create(size) if group_rank == 0 else None
     try:
         if group_rank == 0:
-            store.set("segment", str(segment or ""))
+            store.set("segment", segment.name if segment is not None else "")
         path = store.get("segment").decode()
         memory = _attach(Path(path), size) if path else None
         store.set(f"attached/{group_rank}", "yes" if memory is not None else "no")
         answers = [store.get(f"attached/{rank}") for rank in range(size)]
     finally:  # even if a rank does not join
         if segment is not None:
-            segment.unlink()
+            segment.close()
     if memory is None or b"no" in answers:
         return None
     return SharedMemoryGroup(memory, group_rank, size, timeout_s=timeout_s)
 
 
-def _create(size: int) -> Path | None:
-    """Return a new zeroed file for a group, or None if that is impossible."""
-    if platform.machine() != "x86_64" or not _FOLDER.is_dir():
+def _create(size: int) -> IO[bytes] | None:
+    """Return a new zeroed file for a group, removed when it is closed, or None if impossible."""
+    if platform.machine() != "x86_64":
         return None
-    path = _FOLDER / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file = NamedTemporaryFile(dir=_FOLDER, prefix=_PREFIX)  # noqa: SIM115 - the caller closes it
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, _Layout(size).size_bytes)  # otherwise SIGBUS could follow later
+        # Otherwise SIGBUS could follow later.
+        os.posix_fallocate(file.fileno(), 0, _Layout(size).size_bytes)
     except OSError:
-        path.unlink()
+        file.close()
         return None
-    finally:
-        os.close(file)
-    return path
+    return file
 
 
 def _attach(path: Path, size: int) -> mmap.mmap | None:

@@ -23,7 +23,7 @@ from inference.model.cached_attention import GroupedAttention
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, CachedAttention, Segment, Step, segment_numbers
-from inference.model.token_feed import TokenFeed, on_host
+from inference.model.token_feed import TokenFeed
 from inference.ranks.base import RankBase, StepResult, cache_shape
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -244,7 +244,9 @@ class GeneratorRank(RankBase):
                 logits = torch.cat(slices, dim=1) if slices else None
         if self.layout.rank != 0:
             return None
-        done, chosen = None, None if chosen is None else on_host(chosen)
+        if chosen is not None:
+            chosen = chosen.to("cpu", non_blocking=True)  # into pinned memory, by the GPU itself
+        done = None
         if self.device.type != "cpu":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()

@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from time import monotonic, sleep
 from typing import Any
 
@@ -52,11 +53,9 @@ def write_key(path: Path) -> bytes:
 def write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         file.write(data)
-    partial.replace(path)
+    Path(file.name).replace(path)
 
 
 def read_private(path: Path) -> bytes:

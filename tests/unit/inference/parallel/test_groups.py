@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import pytest
 import torch
@@ -146,15 +146,14 @@ def test_ranks_without_common_memory_use_gloo(
 def test_counting_words_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
     create = shared_memory._create
 
-    def nearly_worn(size: int) -> Path | None:
-        path = create(size)
-        assert path is not None
-        layout = shared_memory._Layout(size)
-        with path.open("r+b") as file:
-            for word in range(layout.words):
-                file.seek(word * shared_memory._WORD_BYTES)
-                file.write((2**32 - 3).to_bytes(4, "little"))
-        return path
+    def nearly_worn(size: int) -> IO[bytes] | None:
+        file = create(size)
+        assert file is not None
+        for word in range(shared_memory._Layout(size).words):
+            file.seek(word * shared_memory._WORD_BYTES)
+            file.write((2**32 - 3).to_bytes(4, "little"))
+        file.flush()
+        return file
 
     monkeypatch.setattr(shared_memory, "_create", nearly_worn)
 
