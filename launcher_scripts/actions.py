@@ -131,12 +131,13 @@ def jobs_in(
     get_queue: Callable[[], slurm_state.SlurmQueue] = slurm_state.queue_now,
     damage: list[str] | None = None,
 ) -> list[record.JobRecord]:
-    """Return the jobs of a results folder in stage order, from their records and Slurm's queue.
+    """Return the jobs of a results folder in stage order.
 
-    A stage has several jobs if the queue holds some that its record does not name: a chain, or
-    jobs whose record was deleted or replaced. The last of these takes over the record unless a live
-    job has it. A damaged record is skipped, and with `damage`, one that cannot be read; its problem
-    is added to that list, unless it is damaged and the queue holds jobs of the stage.
+    They are known from their records, Slurm's queue and the locks that live jobs hold. A stage has
+    several jobs if its record does not name them all: a chain, or jobs whose record was deleted or
+    replaced. The last of those in the queue takes over the record unless a live job has it. A
+    damaged record is skipped, and with `damage`, one that cannot be read; its problem is added to
+    that list, unless it is damaged and the queue holds jobs of the stage.
 
     Raises:
         OSError: a record cannot be read, and there is no list for its problem.
@@ -167,21 +168,33 @@ def jobs_in(
         if job is not None:
             jobs.append(job)
         jobs += [_queued_record(path, job_id, queue) for job_id in unrecorded]
+        known = {each.job_id for each in jobs if each.stage == stage and not each.is_final}
+        jobs += [each for each in _lock_holders(path.parent) if each.job_id not in known]
     return jobs
 
 
 def _queued_record(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
     """Return a record for a queued job that has none."""
     answer = queue.state(job_id)
-    logs = path.parent.glob(f"*_{job_id}.out")
-    return record.JobRecord(
-        job_id,
-        path.parent.name,
-        path.parent.name,
-        state=(answer.state if answer else None) or record.SUBMITTED,
-        cluster=_QUEUED_CLUSTER,
-        log=str(next(logs, "")),
-    )
+    state = (answer.state if answer else None) or record.SUBMITTED
+    return _new_record(path.parent, job_id, state)
+
+
+def _new_record(folder: Path, job_id: str, state: str = record.RUNNING) -> record.JobRecord:
+    """Return a record for a job of a stage's folder; only ids of Slurm are numbers."""
+    cluster = _QUEUED_CLUSTER if job_id.isdigit() else "local"
+    log = next(folder.glob(f"*_{job_id}.out"), "")
+    return record.JobRecord(job_id, folder.name, folder.name, state, cluster, log=str(log))
+
+
+def _lock_holders(folder: Path) -> Iterator[record.JobRecord]:
+    """Yield a record for each job that holds its lock in a stage's folder."""
+    before, after = LOCK_NAME.split("{job}")
+    for path in filter(_is_held, folder.glob(f"{before}*{after}")):
+        job = _new_record(folder, path.name[len(before) : -len(after)])
+        owner = path.read_text().strip()  # empty if the disk was full
+        job = replace(job, process=int(owner) if owner.isdigit() else None)
+        yield replace(job, host=socket.gethostname()) if _is_process_of(job, folder) else job
 
 
 def _is_abandoned(job: record.JobRecord) -> bool:
@@ -203,7 +216,9 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
     """
     folder = results_dir / job.stage
     if job.is_final or not (
-        job.cluster == _QUEUED_CLUSTER or _is_local(job) or _holds_lock(job, folder)
+        job.cluster == _QUEUED_CLUSTER
+        or _is_local(job)
+        or _is_held(folder / LOCK_NAME.format(job=job.job_id))
     ):
         return None
     at = f"process {job.process}" if job.process is not None and _is_local(job) else job.host
@@ -218,10 +233,10 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
     )
 
 
-def _holds_lock(job: record.JobRecord, folder: Path) -> bool:
+def _is_held(lock: Path) -> bool:
     """Return whether a job, possibly on another machine, holds its lock in a shared folder."""
     try:
-        with folder_lock(folder / LOCK_NAME.format(job=job.job_id), ""):
+        with folder_lock(lock, ""):
             return False
     except ValueError:
         return True
@@ -348,7 +363,7 @@ def _cancel_one(job: record.JobRecord, results_dir: Path) -> str:
     if job.cluster == _QUEUED_CLUSTER:
         return slurm_state.cancel(job.job_id) if job.job_id else ""
     if not _is_local(job):
-        return f"it runs on {job.host}; repeat the command there"
+        return f"it runs on {job.host or 'another machine'}; repeat the command there"
     if job.process is not None and _is_process_of(job, results_dir / job.stage):
         with suppress(ProcessLookupError):
             os.kill(job.process, signal.SIGTERM)

@@ -318,6 +318,21 @@ def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(tmp_path, ca
     assert read_record(tmp_path / "convert" / "job.json") == record  # a dry run moves no record
 
 
+@pytest.mark.parametrize("state", [None, "{", "completed"])
+def test_job_whose_record_was_lost_or_changed_is_not_forgotten(state: str | None, tmp_path, capsys):
+    path = tmp_path / "convert" / "job.json"
+    if state == "completed":
+        write_record(path, JobRecord("0_7", "convert", "c", state, "local"))
+    words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}", "dry_run=true"]
+    with folder_lock(path.with_name(".alive-0_7.lock"), ""):
+        if state == "{":
+            path.write_text(state)
+        assert "convert: job 0_7 runs in" in refused(capsys, *words)
+        assert run_action(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
+    assert "convert (job 0_7) cannot be cancelled" in capsys.readouterr().out
+    assert main(words) == 0
+
+
 def test_cancel_without_slurm_says_why_it_cannot(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     write_record(
