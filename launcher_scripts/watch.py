@@ -89,7 +89,7 @@ class Watch:
             repository=made.relative_to(self.config.results_dir) if is_own else None,
             gated=tuple(self.config.evaluate.gate),
         )
-        self._last_news = time.time()  # Unix time of the last change of any checkpoint
+        self._last_news = time.monotonic()  # of the last change of any checkpoint
         self._checkpoints: dict[int, TrainedCheckpoint] = {}  # of the last scan, by step
         self._local_runs: dict[int, Run] = {}  # pipelines on this machine, by step
         self._server_runs: dict[int, Run] = {}  # ended pipelines whose server still runs, by step
@@ -109,6 +109,11 @@ class Watch:
         if self.options.exchange:
             with suppress(ValueError):  # each pipeline reports it
                 yield from problems_of_exchange(server_config(self.config))
+        # The pipeline of a checkpoint that does not exist, in a folder that does not exist either.
+        missing = Watched(-1, str(Path(self.state.run, "none").absolute()))
+        own = (missing.source, str(self.state.results_of(missing.step)))
+        _, found = self._prepared(missing)
+        yield from (each for each in found if not any(part in each for part in own))
 
     def run(self) -> int:
         """Watch until the last step, an idle period or Ctrl-C; return the exit status.
@@ -206,7 +211,7 @@ class Watch:
             if watched is None:
                 watched = Watched(step, str(checkpoint.path), checkpoint.name)
                 self.state.watched[step] = watched
-                self._last_news = now
+                self._last_news = time.monotonic()
                 self.console.say(f"step {step}: found {self.state.shown(watched)}")
             if watched.state == WAITING and (watched.problem or not watched.size):
                 # A complete checkpoint is checked again by `_start`.
@@ -223,6 +228,7 @@ class Watch:
             size = " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
         if size != watched.size:
             watched.size, watched.changed, watched.refusal = size, now, ""
+        watched.changed = min(watched.changed, now)  # the clock may have been set back
         reason = watched.refusal
         if checkpoint.missing:
             reason = f"it lacks {checkpoint.missing}"
@@ -244,21 +250,7 @@ class Watch:
             self._update_waiting(watched, self._checkpoints[watched.step], time.time())
         if watched.problem or watched.is_final:
             return True
-        results = self.state.results_of(watched.step)
-        overrides = [
-            *(word for word in self.words if not is_below(word, ["action", "watch"])),
-            *(f"{key}=0" for key in _PORTS),
-            *[f"{_OPENAI_PORT}=0"] * self.config.deploy.openai.enabled,
-            f"export.model.checkpoint_path={hydra_text(watched.path)}",
-            f"export.run.results_dir={hydra_text(str(results))}",
-        ]
-        overrides += self._gate_overrides(results)
-        overrides += self._server_overrides(watched)
-        if watched.name is not None:
-            overrides.append(f"export.model.checkpoint_name={hydra_text(watched.name)}")
-        run, problems = prepare_run(
-            self.compose(overrides), overrides, self.console, name=f"step {watched.step}"
-        )
+        run, problems = self._prepared(watched)
         if run is None:
             self._refused(watched, problems)
             return True
@@ -283,6 +275,23 @@ class Watch:
         elif run.submit_all() != EXIT_OK:
             self._retry_or_fail(watched, "its jobs were refused")
         return True
+
+    def _prepared(self, watched: Watched) -> tuple[Run | None, list[str]]:
+        """Return the pipeline of a checkpoint, or None if it has problems; and its problems."""
+        results = self.state.results_of(watched.step)
+        overrides = [
+            *(word for word in self.words if not is_below(word, ["action", "watch"])),
+            *(f"{key}=0" for key in _PORTS),
+            *[f"{_OPENAI_PORT}=0"] * self.config.deploy.openai.enabled,
+            f"export.model.checkpoint_path={hydra_text(watched.path)}",
+            f"export.run.results_dir={hydra_text(str(results))}",
+        ]
+        overrides += self._gate_overrides(results)
+        overrides += self._server_overrides(watched)
+        if watched.name is not None:
+            overrides.append(f"export.model.checkpoint_name={hydra_text(watched.name)}")
+        name = f"step {watched.step}"
+        return prepare_run(self.compose(overrides), overrides, self.console, name=name)
 
     def _has_capacity(self, run: Run) -> bool:
         """Return whether the queue has slots, or this machine has GPUs, for a pipeline.
@@ -328,9 +337,8 @@ class Watch:
             RefusedError: No pipeline of this watch has ever started, and the problems are not the
                 checkpoint's: the configuration is wrong.
         """
-        source = f"export.model.checkpoint_path={watched.path}"
         has_worked = any(one.attempts for one in self.state.watched.values())
-        if not has_worked and not any(source in problem for problem in problems):
+        if not has_worked and not any(watched.source in problem for problem in problems):
             raise RefusedError(problems)
         watched.refusal = watched.problem = "; ".join(problems)
         self.console.say(f"step {watched.step}: waiting, {watched.problem}")
@@ -496,7 +504,7 @@ class Watch:
 
     def _finish(self, watched: Watched, state: str, problem: str) -> None:
         watched.state, watched.problem = state, problem
-        self._last_news = time.time()
+        self._last_news = time.monotonic()
         shown = problem or self.state.figure(watched)
         self.console.say(": ".join(part for part in (f"step {watched.step}", state, shown) if part))
 
@@ -508,7 +516,7 @@ class Watch:
         if last is not None and any(step >= last for step in self.state.watched):
             return True
         idle = self.options.idle_s
-        return idle is not None and time.time() - self._last_news > idle
+        return idle is not None and time.monotonic() - self._last_news > idle
 
 
 def _were_cancelled(jobs: Sequence[record.JobRecord]) -> bool:

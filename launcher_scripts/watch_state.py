@@ -74,6 +74,11 @@ class Watched:
         return self.state in FINAL_STATES
 
     @property
+    def source(self) -> str:
+        """The key of the configuration that names it, with its value."""
+        return f"export.model.checkpoint_path={self.path}"
+
+    @property
     def checkpoint(self) -> TrainedCheckpoint:
         """The checkpoint, as it was found."""
         return TrainedCheckpoint(self.step, Path(self.path), self.name)

@@ -83,16 +83,18 @@ def test_checkpoints_are_converted_in_order_and_only_once(tmp_path, run: Path, c
     assert [each.attempts for each in watched.values()] == [1, 1, 1]
 
 
-def test_a_run_that_does_not_exist_yet_is_named_and_a_place_for_results_that_is_none(
-    tmp_path, capsys
-):
+def test_a_run_that_does_not_exist_yet_is_named_and_what_no_checkpoint_could_mend(tmp_path, capsys):
     assert main(words(tmp_path, "watch.idle_s=0.1")) == 1
     shown = capsys.readouterr().out
     assert f"watching {tmp_path}/a run's, which does not exist yet; " in shown
     assert f"no checkpoint was found in {tmp_path}/a run's" in shown
     (tmp_path / "file").touch()
-    assert main(words(tmp_path, f"watch.output_dir={tmp_path}/file")) == 2
-    assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in capsys.readouterr().err
+    wrong = [f"watch.output_dir={tmp_path}/file", "stages=[convert,deply]"]
+    assert main(words(tmp_path, *wrong)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("2 problems found; nothing was started:")
+    assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in said
+    assert "stages names 'deply'" in said
 
 
 def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run: Path):
