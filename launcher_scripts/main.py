@@ -128,7 +128,7 @@ def _run(words: Sequence[str]) -> int:
     if config.action not in ("run", "upgrade"):
         from launcher_scripts.actions import problems_of_action, run_action
 
-        problems = problems or problems_of_action(config, arguments.overrides)
+        problems += problems_of_action(config, arguments.overrides)
         return _report(problems) if problems else run_action(config, console, arguments.overrides)
     if (other := _replica_index(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
@@ -152,14 +152,16 @@ def _upgrade(
         wait_for_rows,
     )
 
-    if wrong := [*problems_of_upgrade(config, arguments.overrides)]:
-        return _report([*problems, *wrong])
-    if config.wait and not (config.is_dry_run or problems):
-        wait_for_rows(config, console)
+    problems = [*problems, *problems_of_upgrade(config, arguments.overrides)]
     rows = command_lines_of_rows(config, arguments.overrides)
+    if not rows:
+        return _report(problems)
     found = {name: compose_config(each, arguments.root) for name, each in rows.items()}
+    is_wrong = problems or any(each.problems for each in found.values())
+    if config.wait and not (config.is_dry_run or is_wrong):
+        wait_for_rows(config, console)
     start = partial(run_and_decide, config)
-    return _start(found, words, console, arguments.problems, start)
+    return _start(found, words, console, problems, start)
 
 
 def _start(
@@ -169,12 +171,19 @@ def _start(
     problems: Sequence[str],
     start: Start | None = None,
 ) -> int:
-    """Check the runs of these configurations, then start them; return the exit status."""
+    """Check the runs of these configurations, then start them; return the exit status.
+
+    A call without arguments gets the way to begin instead of a missing checkpoint.
+    """
+    from launcher_scripts.help import welcome
     from launcher_scripts.rows import execute, prepare_rows, run_rows
 
     rows, wrong = prepare_rows(compositions, words, console, problems)
+    if any(each.startswith("export.model.checkpoint_path=") for each in wrong) and not words:
+        console.say(welcome())
+        return EXIT_USAGE
     if wrong:
-        return _report(wrong) if words else _welcome(wrong, console)
+        return _report(wrong)
     start = start or partial(run_rows, wait=rows[0].config.wait)
     return execute(rows, console, start)
 
@@ -193,17 +202,6 @@ def _help(overrides: Sequence[str], console: Console, *, everything: bool) -> in
         return _report(unknown)
     console.write(help_of(names) if names else help_text(everything=everything))
     return EXIT_OK
-
-
-def _welcome(problems: Sequence[str], console: Console) -> int:
-    """Show how to begin; without arguments, a missing checkpoint is not reported as a problem."""
-    from launcher_scripts.help import welcome
-
-    console.say(welcome())
-    others = [
-        problem for problem in problems if not problem.startswith("export.model.checkpoint_path=")
-    ]
-    return _report(others) if others else EXIT_USAGE
 
 
 def _watch(

@@ -1,6 +1,7 @@
 """The plan of a run: its stages, their order, and their dependencies."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from foundations.suggest import did_you_mean
@@ -80,26 +81,47 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     for name in reversed(_stage_order(config)):
         if name not in needed_by:
             continue
-        try:
+        with _errors_in(problems, config):
             stage = build_stage(name, config, context)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        if needed_by[name] is None or not _has_outputs(stage):
-            chosen.insert(0, stage)
-            if (earlier := _prerequisite(name, config)) is not None:
-                needed_by.setdefault(earlier, name)
+            if needed_by[name] is None or not _has_outputs(stage):
+                chosen.insert(0, stage)
+                if (earlier := _prerequisite(name, config)) is not None:
+                    needed_by.setdefault(earlier, name)
     planned: dict[str, PlannedStage] = {}
     for stage in chosen:
-        planned[stage.name] = _planned(stage, planned, needed_by[stage.name])
+        with _errors_in(problems, config):
+            planned[stage.name] = _planned(stage, planned, needed_by[stage.name])
     evaluate = planned.get("evaluate")
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
         reason = "not needed: the evaluation is finished"  # no other stage needs the server
         planned["deploy"] = replace(planned["deploy"], state="not needed", reason=reason)
-    plan = Plan([*planned.values()])
+    plan, notes = Plan([*planned.values()]), list[str]()
     for each in plan.to_run:
-        problems += [*each.finding.problems, *each.stage.check()]
-    return replace(plan, problems=[*dict.fromkeys(problems)], notes=[*_notes(plan.to_run)])
+        with _errors_in(problems, config):
+            problems += each.finding.problems
+            problems += each.stage.check()
+            if not config.is_dry_run:
+                problems += each.stage.missing_now()
+    with _errors_in(problems, config):
+        notes += _notes(plan.to_run)
+    return replace(plan, problems=[*dict.fromkeys(problems)], notes=notes)
+
+
+@contextmanager
+def _errors_in(problems: list[str], config: Config) -> Iterator[None]:
+    """Add an error of the block to the problems, so that those of other stages are found as well.
+
+    A ValueError may be a damaged file's; an error of the file system for example that a folder is
+    not accessible, or a name is too long.
+    """
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
+    except OSError as error:
+        # An error without a file name comes from reading an open file: only the checkpoint is read.
+        source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
+        problems.append(f"{error.filename or source}: {error.strerror}.")
 
 
 def _stage_order(config: Config) -> list[str]:

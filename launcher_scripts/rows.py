@@ -22,7 +22,6 @@ from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_state import SlurmQueue, queue_now
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
-from stages.progress import DamagedFileError
 
 _SLOTS_WAIT_S, _SLOTS_POLL_S = 60.0, 2.0
 
@@ -51,18 +50,11 @@ def prepare_run(
         return None, problems
     command = shlex.join(["python", "main.py", *words])
     revision = job_folder.git_revision(CHECKOUT)
-    found = [*problems_of_settings(config), *problems_of_effects(config)]
-    try:
-        plan = plan_pipeline(config, Context(command=command, git_revision=revision))
-    except DamagedFileError as error:
-        return None, [*problems, *found, str(error)]
-    except OSError as error:  # for example no access to a folder, or a name that is too long
-        # An error without a file name comes from reading an open file: only the checkpoint is read.
-        source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
-        return None, [*problems, *found, f"{error.filename or source}: {error.strerror}."]
+    plan = plan_pipeline(config, Context(command=command, git_revision=revision))
     stages = [planned.stage for planned in plan.to_run]
     launcher = make_launcher(config)
-    found += [*plan.problems, *launcher.check(stages)]
+    found = [*problems_of_settings(config), *problems_of_effects(config), *plan.problems]
+    found += launcher.check(stages)
     may_live = config.cluster_type == "bcm" or config.results_dir.is_dir()
     before = jobs_in(config.results_dir, queue) if may_live else []
     jobs = {stage.name: Job(stage, config, revision) for stage in stages}
@@ -71,8 +63,6 @@ def prepare_run(
     # No user wrote the default that stands in for a refused value.
     refused = tuple(f"{key}=" for key in composition.refused)
     problems += [text for text in found if not any(key in text for key in refused)]
-    if not config.is_dry_run and not problems:
-        problems += [problem for stage in stages for problem in stage.missing_now()]
     if problems:
         return None, problems
     finished = [f"{stage.name}: {stage.reason}" for stage in plan.stages if not stage.runs]
@@ -111,7 +101,7 @@ def prepare_rows(
         )
         if run is not None:
             rows.append(run)
-        for text in found:
+        for text in dict.fromkeys(found):
             rows_with.setdefault(text, []).append(name)
     wrong: list[str] = []
     for text, names in rows_with.items():

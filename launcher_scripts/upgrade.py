@@ -107,11 +107,16 @@ def _may_differ(key: str) -> bool:
 
 
 def command_lines_of_rows(config: Config, overrides: Sequence[str]) -> dict[str, list[str]]:
-    """Return the command line of each row by row name; each has its own results folder."""
+    """Return the command line of each row by row name; each has its own results folder.
+
+    Rows and keys that `problems_of_upgrade` refuses are left out.
+    """
     found = {}
     for name, keys in config.upgrade.rows.items():
+        if not isinstance(keys, Mapping):
+            continue
         results = hydra_text(str(config.upgrade.output_dir / name))
-        own = dict(_flat(keys))
+        own = {key: value for key, value in _flat(keys) if _may_differ(key)}
         engine = own.get("deploy.engine", config.deploy.engine)
         is_on = own.get("deploy.openai.enabled", config.deploy.openai.enabled)
         left_out = ["action", "upgrade"]

@@ -385,14 +385,14 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
         assert ("deploy  12" in shown) == (where == "run_dir")  # other jobs are looked after
 
 
-def test_a_damaged_marker_is_a_problem_of_its_run(tmp_path, capsys):
-    """It ends no watch and no upgrade, of which it may be one run among many."""
+def test_a_damaged_marker_hides_no_other_problem(tmp_path, capsys):
     marker = tmp_path / "model_repo" / "fastertransformer" / "1" / "2-gpu.convert.json"
     marker.parent.mkdir(parents=True)
     marker.write_text("{")
-    words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}"]
-    assert main([*words, f"base_results_dir={tmp_path}"]) == 2
-    assert f"{marker} is damaged (" in capsys.readouterr().err
+    words = ["evaluate.gate.foo.min=1", "evaluate.lambada.data_path=null", f"data_dir={tmp_path}"]
+    said = refused(capsys, SAMPLE, f"export.run.results_dir={tmp_path}", *words, *FREE_PORTS)
+    for part in (f"{marker} is damaged (", "evaluate.gate.foo bounds", "the passages of LAMBADA"):
+        assert part in said
 
 
 def test_a_file_of_state_beyond_all_memory_is_not_read(tmp_path, capsys):
@@ -455,7 +455,7 @@ def test_a_wrong_word_of_an_action_is_the_only_problem(words: list[str], capsys)
 
 def test_the_default_in_place_of_a_refused_value_is_no_problem(tmp_path, capsys):
     base = f"base_results_dir={tmp_path}"
-    for words in (["export.model.checkpoint_path="], ["~stages"]):
+    for words in (["export.model.checkpoint_path=", "stages=[convert]"], ["~stages"]):
         assert "one problem found" in refused(capsys, base, *words, *FREE_PORTS)
     ports = ["deploy.http_port=70000", "deploy.grpc_port=8000"]  # 8000 is the default of the first
     assert "must differ" not in refused(capsys, base, SAMPLE, *ports)

@@ -69,16 +69,14 @@ def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept:
     assert "deploy.drain_s=3" in found["now"]
 
 
-def test_a_wrong_key_of_a_row_is_named_with_its_row(tmp_path, capsys):
-    rows = "upgrade.rows={now:{},next:{deploy.engin:vllm}}"
-    assert main([*SAMPLE, rows, f"base_results_dir={tmp_path}"]) == 2
-    assert "unknown key deploy.engin " in capsys.readouterr().err
-
-
-def test_a_wrong_sentence_is_refused_before_anything_starts(tmp_path, capsys):
-    words = ["upgrade.rows={now:{},next:{}}", "upgrade.gate.lambada_last_word=no harm"]
-    assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
-    assert "upgrade.gate.lambada_last_word" in capsys.readouterr().err
+def test_wrong_rows_and_bounds_are_refused_at_once_without_waiting(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(upgrade, "wait_for_rows", None)
+    words = ["upgrade.rows={now:{},next:{deploy.engin:vllm}}", "wait=true"]
+    for more in ([], ["upgrade.gate.lambada_last_word=no harm"]):
+        assert main([*SAMPLE, *words, *more, f"base_results_dir={tmp_path}"]) == 2
+        said = capsys.readouterr().err
+        assert "next: deploy.engin='vllm': unknown key deploy.engin " in said
+    assert "upgrade.gate.lambada_last_word" in said
     assert not [*tmp_path.iterdir()]
 
 
