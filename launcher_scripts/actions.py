@@ -156,7 +156,14 @@ def jobs_in(
             if damage is None:
                 raise
             damage.append(_unreadable(path, unreadable))
-        unrecorded = [each for each in queued.get(stage, ()) if job is None or each != job.job_id]
+        # An ended job waits again after `scontrol requeue`.
+        unrecorded = [
+            each
+            for each in queued.get(stage, ())
+            if job is None
+            or each != job.job_id
+            or (job.is_final and queue.jobs[each].state == record.SUBMITTED)
+        ]
         if unrecorded and (job is None or job.is_final or not job.job_id):
             new = _queued_record(path, unrecorded.pop(), queue)
             if job is not None and not job.is_final:  # the command has yet to record the job id
@@ -165,8 +172,8 @@ def jobs_in(
         elif job is not None and _is_abandoned(job):
             error = "the command that was submitting it has ended, and there is no such job"
             job = record.exchange_record(path, job, replace(job, state=record.LOST, error=error))
-        if job is not None:
-            jobs.append(job)
+        if job is not None:  # another user may have changed its stage
+            jobs.append(replace(job, stage=stage))
         jobs += [_queued_record(path, job_id, queue) for job_id in unrecorded]
         known = {each.job_id for each in jobs if each.stage == stage and not each.is_final}
         jobs += [each for each in _lock_holders(path.parent) if each.job_id not in known]

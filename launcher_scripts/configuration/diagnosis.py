@@ -42,8 +42,8 @@ def read_override(word: str) -> Override:
         raise ValueError(f"{word!r} is not of the form key=value{likely_key(word)}.")
     raise ValueError(
         f"{word!r} cannot be read as key=value; lists are written 'stages=[convert,export]', "
-        "other values with [, { or spaces 'key=\"[a b]\"', and those with = or : in a list "
-        "'key=[\"a=b\"]', in quotes for the shell."
+        "mappings 'key={a:1}', without quotes around a; other values with [, { or spaces "
+        "'key=\"[a b]\"', and those with = or : in a list 'key=[\"a=b\"]', in quotes for the shell."
     )
 
 

@@ -96,6 +96,16 @@ def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path):
         assert found.state == "lost"
 
 
+def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm: Path):
+    folder = tmp_path / "convert"
+    script = folder / "submitit" / "1.sh"
+    write_record(folder / "job.json", JobRecord("7", "other", "c", "failed", "bcm"))
+    for word, state in (("COMPLETING", "failed"), ("PENDING", "submitted")):
+        programs(slurm, squeue=f"echo '7|{word}|JobHeldUser|{script}'")
+        (found,) = jobs_in(tmp_path)
+        assert (found.job_id, found.stage, found.state) == ("7", "convert", state)
+
+
 def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path):
     first, second = (make_run(WriteStage(settings(tmp_path, "write"))) for _ in range(2))
     prepare_submission(first.jobs["write"], first.launcher, "")
