@@ -103,7 +103,7 @@ def write_source(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def sources(tmp_path_factory) -> Sources:
     folder = tmp_path_factory.mktemp("sources")
 
     def source(name: str) -> Path:
@@ -114,7 +114,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 
 @pytest.fixture
-def copy(tmp_path: Path, sources: Sources) -> Copy:
+def copy(tmp_path, sources: Sources) -> Copy:
     """Return a copy of the Llama."""
     return Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
 
@@ -653,7 +653,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_named_at_its_place(name: str, tmp_path: Path, sources: Sources) -> None:
+def test_planted_fault_is_named_at_its_place(name: str, tmp_path, sources):
     family, fault, where, place, said = FAULTS[name]
     source = sources(family)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
@@ -680,8 +680,8 @@ def test_planted_fault_is_named_at_its_place(name: str, tmp_path: Path, sources:
     ],
 )
 def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
-    key: str, value: Any, tmp_path: Path, sources: Sources
-) -> None:
+    key: str, value: Any, tmp_path, sources
+):
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind = {"output_format": "huggingface", "tp_size": 1}
     copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
@@ -696,8 +696,8 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     ("name", "key", "value"), [("opt", "word_embed_proj_dim", 24), ("bert", "type_vocab_size", 3)]
 )
 def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
-    name: str, key: str, value: Any, tmp_path: Path, sources: Sources
-) -> None:
+    name: str, key: str, value: Any, tmp_path, sources
+):
     copy = Copy(shutil.copytree(sources(name), tmp_path / "copy"))
     copy.setting(**{key: value})
     found = made(sources(name), copy.path)
@@ -707,8 +707,8 @@ def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
 
 @pytest.mark.parametrize("names", [["LlamaModel"], ["LlamaForSequenceClassification"], []])
 def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
-    names: list[str], tmp_path: Path, sources: Sources
-) -> None:
+    names: list[str], tmp_path, sources
+):
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind = {"output_format": "huggingface", "tp_size": 1}
     copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
@@ -717,9 +717,7 @@ def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
     assert (found.status, "architectures" in found.verdict) == ("differs", True)
 
 
-def test_code_in_a_folder_of_another_kind_than_its_source_is_named(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_code_in_a_folder_of_another_kind_than_its_source_is_named(tmp_path, sources):
     copy = Copy(convert_to(sources("llama"), tmp_path, output_format="huggingface", tp_size=1))
     copy.setting(
         model_type="mistral", sliding_window=None, architectures=["MistralForCausalLM"],
@@ -742,7 +740,7 @@ FAULTS_OF_4_BITS: Sequence[tuple[dict[str, Any], str]] = (
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Path) -> None:
+def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path):
     source = write_model("llama", tmp_path / "source", hidden_size=128, intermediate_size=256,
                          head_dim=32)  # fmt: skip
     for calibrate, state in ((False, "dequantised"), (True, "calibrated")):
@@ -763,7 +761,7 @@ def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path: Pat
         assert (found.where, rows in found.detail) == (UP, True), (fault, found)
 
 
-def test_a_quantisation_that_is_not_read_is_no_difference(copy: Copy, sources: Sources) -> None:
+def test_a_quantisation_that_is_not_read_is_no_difference(copy, sources):
     for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
         copy.tensors[f"{key.removesuffix('weight')}qweight"] = copy.tensors.pop(key).int()
     copy.save()
@@ -794,9 +792,7 @@ def in_8_bits(copy: Copy, move: int = 0) -> None:
     ("move", "words"),
     [(0, "the rounding of quantised weights"), (1, "what calibration moves in quantised weights")],
 )
-def test_integers_that_a_program_rounds_in_bf16_pass(
-    move: int, words: str, copy: Copy, sources: Sources
-) -> None:
+def test_integers_that_a_program_rounds_in_bf16_pass(move: int, words: str, copy, sources):
     in_8_bits(copy, move)
     assert f"equal up to {words} (" in made(sources("llama"), copy.path).verdict
     copy.tensors["model.layers.0.mlp.up_proj.weight_scale"][3] *= 1.1
@@ -807,7 +803,7 @@ def test_integers_that_a_program_rounds_in_bf16_pass(
     )  # fmt: skip
 
 
-def test_packed_values_of_another_shape_are_not_compared(copy: Copy, sources: Sources) -> None:
+def test_packed_values_of_another_shape_are_not_compared(copy, sources):
     key = "model.layers.0.mlp.up_proj.weight"
     count = copy.tensors[key].numel() // 2
     copy.tensors[key] = torch.zeros(count, 1, dtype=torch.uint8)
@@ -817,14 +813,14 @@ def test_packed_values_of_another_shape_are_not_compared(copy: Copy, sources: So
     assert certificate.status == "not computed", certificate_text(certificate)
 
 
-def test_values_of_a_type_that_is_not_read_are_refused(copy: Copy, sources: Sources) -> None:
+def test_values_of_a_type_that_is_not_read_are_refused(copy, sources):
     copy.tensors["model.norm.weight"] = torch.zeros(4, dtype=torch.uint32)
     copy.save()
     with pytest.raises(ValueError, match="stored as U32"):
         made(sources("llama"), copy.path)
 
 
-def test_a_bias_of_zeros_is_the_same_function(copy: Copy, tmp_path: Path, sources: Sources) -> None:
+def test_a_bias_of_zeros_is_the_same_function(copy, tmp_path, sources):
     copy.tensors["model.norm.weight"] = copy.tensors["model.norm.weight"].double()
     shutil.copytree(copy.path, other := tmp_path / "other")
     matrices = [key for key in copy.tensors if ".self_attn." in key]
@@ -841,7 +837,7 @@ def test_a_bias_of_zeros_is_the_same_function(copy: Copy, tmp_path: Path, source
         assert len(part(made(source, folder), "tensors").of("differs")) == 1
 
 
-def test_buffers_of_integers_are_compared_by_name(tmp_path: Path) -> None:
+def test_buffers_of_integers_are_compared_by_name(tmp_path):
     for name, first in (("source", 0), ("same", 0), ("other", 1)):
         (folder := tmp_path / name).mkdir()
         (folder / "config.json").write_text('{"model_type": "unknown"}')
@@ -852,18 +848,14 @@ def test_buffers_of_integers_are_compared_by_name(tmp_path: Path) -> None:
     assert (same.status, [each.where for each in other.of("differs")]) == ("equal", ["ids"])
 
 
-def test_a_lost_tokenizer_is_named_without_the_place_of_a_copy(
-    copy: Copy, sources: Sources
-) -> None:
+def test_a_lost_tokenizer_is_named_without_the_place_of_a_copy(copy, sources):
     for each in copy.path.glob("tokenizer*"):
         each.unlink()
     (found,) = part(made(sources("llama"), copy.path), "tokenizer").of("differs")
     assert found.detail.startswith("it holds no tokenizer; ")
 
 
-def test_values_that_are_no_numbers_are_equal_to_themselves(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_values_that_are_no_numbers_are_equal_to_themselves(tmp_path, sources):
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     source.tensors[UP][0, :2] = torch.tensor([torch.nan, 0.0])
     source.save()
@@ -876,9 +868,7 @@ def test_values_that_are_no_numbers_are_equal_to_themselves(
     assert [each.where for each in layers.findings] == ["layer 1"]
 
 
-def test_another_file_of_the_vocabulary_is_not_called_equal(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_another_file_of_the_vocabulary_is_not_called_equal(tmp_path, sources):
     source, folder = (
         shutil.copytree(sources("llama"), tmp_path / name) for name in ("source", "folder")
     )
@@ -896,7 +886,7 @@ def test_another_file_of_the_vocabulary_is_not_called_equal(
 @pytest.mark.parametrize(
     ("model", "key"), [("gemma3", "sliding_window_pattern"), ("llama", "rotary_emb_base")]
 )
-def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path: Path) -> None:
+def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path):
     source = write_model(model, tmp_path / "source")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     settings: dict[str, Any] = {key: 2}
@@ -904,7 +894,7 @@ def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path
     assert key in made(source, copy.path).verdict
 
 
-def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
+def test_first_names_of_norms_are_those_of_today(tmp_path):
     source = write_model("bert", tmp_path / "source")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     for today, first in (("weight", "gamma"), ("bias", "beta")):
@@ -916,7 +906,7 @@ def test_first_names_of_norms_are_those_of_today(tmp_path: Path) -> None:
     assert made(source, copy.path).status == made(copy.path, source).status == "equal"
 
 
-def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path: Path) -> None:
+def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path):
     source = write_model("qwen3-moe", tmp_path / "source")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     copy.tensors = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
@@ -939,8 +929,8 @@ def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path: Pa
     ],
 )
 def test_experts_in_another_order_with_their_router_are_the_same_function(
-    name: str, order: list[int], is_same: bool, tmp_path: Path
-) -> None:
+    name: str, order: list[int], is_same: bool, tmp_path
+):
     source = write_model(name, tmp_path / "source", num_hidden_layers=4)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     reorder_experts(copy, order)
@@ -960,7 +950,7 @@ def test_experts_in_another_order_with_their_router_are_the_same_function(
     assert any("expert" in each or "linear" in each for each in named)
 
 
-def test_rounding_may_choose_other_experts(tmp_path: Path) -> None:
+def test_rounding_may_choose_other_experts(tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", vocab_size=300)
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     in_bf16(copy)
@@ -970,7 +960,7 @@ def test_rounding_may_choose_other_experts(tmp_path: Path) -> None:
     assert max(row["relative"] for row in part(certificate, "layers").rows) > 8e-2
 
 
-def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Sources) -> None:
+def test_two_spellings_of_a_setting_are_one(tmp_path, sources):
     source, copy = sources("llama"), Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
     copy.setting(rope_parameters=None, rope_theta=rope["rope_theta"], torch_dtype="float32",
@@ -981,7 +971,7 @@ def test_two_spellings_of_a_setting_are_one(tmp_path: Path, sources: Sources) ->
     assert found.where == "rope_theta"
 
 
-def test_a_parameter_of_yarn_may_be_stated_as_it_is_by_default(tmp_path: Path) -> None:
+def test_a_parameter_of_yarn_may_be_stated_as_it_is_by_default(tmp_path):
     source = write_source("llama-yarn", tmp_path / "source")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
@@ -993,7 +983,7 @@ def test_a_parameter_of_yarn_may_be_stated_as_it_is_by_default(tmp_path: Path) -
     assert "rotary.scaling.truncate" in [each.where for each in found]
 
 
-def test_rows_that_no_model_reads_may_be_the_sources(tmp_path: Path) -> None:
+def test_rows_that_no_model_reads_may_be_the_sources(tmp_path):
     source = write_model("opt", tmp_path / "source")
     copy = Copy(source)
     copy.tensors["model.decoder.embed_positions.weight"][:2] = 0.5
@@ -1001,7 +991,7 @@ def test_rows_that_no_model_reads_may_be_the_sources(tmp_path: Path) -> None:
     assert made(source, shutil.copytree(source, tmp_path / "folder")).status == "equal"
 
 
-def test_a_prefix_of_all_names_and_a_file_of_known_tokens_may_be_left_out(tmp_path: Path) -> None:
+def test_a_prefix_of_all_names_and_a_file_of_known_tokens_may_be_left_out(tmp_path):
     source = write_model("gpt2", tmp_path / "source")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     (copy.path / "generation_config.json").unlink()
@@ -1012,7 +1002,7 @@ def test_a_prefix_of_all_names_and_a_file_of_known_tokens_may_be_left_out(tmp_pa
         assert certificate.status == "equal", certificate_text(certificate)
 
 
-def test_models_without_end_tokens_are_compared(tmp_path: Path) -> None:
+def test_models_without_end_tokens_are_compared(tmp_path):
     source = write_model("qwen2", tmp_path / "source")
     Copy(source).setting(bos_token_id=None, eos_token_id=None)
     (source / "generation_config.json").unlink()
@@ -1026,9 +1016,7 @@ def stale_shards(copy: Copy) -> None:
     save_file(stale, copy.path / "model-1-of-1.safetensors", {"format": "pt"})
 
 
-def test_weights_of_a_method_that_transformers_does_not_know_are_widened(
-    copy: Copy, sources: Sources
-) -> None:
+def test_weights_of_a_method_that_transformers_does_not_know_are_widened(copy, sources):
     for key in [key for key in copy.tensors if key.endswith("_proj.weight")]:
         scale = copy.tensors[key].abs().max() / 448
         copy.tensors[key] = (copy.tensors[key] / scale).to(torch.float8_e4m3fn)
@@ -1046,9 +1034,7 @@ def unknown_quantisation(copy: Copy) -> None:
     copy.setting(quantization_config=settings)
 
 
-def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(
-    copy: Copy, sources: Sources
-) -> None:
+def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(copy, sources):
     save_file({"lora_A.weight": torch.ones(2, 2)}, copy.path / "adapter_model.safetensors")
     (found,) = part(made(copy.path, sources("llama")), "tensors").of("not computed")
     assert found.where == "adapter_model.safetensors"
@@ -1056,8 +1042,8 @@ def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_that_was_merged_is_certified_with_its_source(
-    dtype: torch.dtype, sources: Sources, tmp_path: Path
-) -> None:
+    dtype: torch.dtype, sources, tmp_path
+):
     source, adapter, folder = sources("llama"), tmp_path / "adapter", tmp_path / "folder"
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -1081,21 +1067,19 @@ def test_an_adapter_that_was_merged_is_certified_with_its_source(
     assert "a merged adapter" in remark.detail
 
 
-def test_a_token_that_one_release_states_is_a_bound(copy: Copy, sources: Sources) -> None:
+def test_a_token_that_one_release_states_is_a_bound(copy, sources):
     copy.setting(eod_token_id=3)
     certificate = made(sources("llama"), copy.path)
     assert (certificate.status, "(eod_token_id)" in certificate.verdict) == ("equal up to", True)
 
 
-def test_a_setting_that_the_folder_lost_is_named(copy: Copy, sources: Sources) -> None:
+def test_a_setting_that_the_folder_lost_is_named(copy, sources):
     copy.setting(scale_of_tomorrow=3.0)
     found = part(made(copy.path, sources("llama")), "settings").of("differs")
     assert [each.where for each in found] == ["scale_of_tomorrow"]
 
 
-def test_defaults_of_generation_that_the_source_lacks_are_named(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_defaults_of_generation_that_the_source_lacks_are_named(tmp_path, sources):
     source, folder = (
         shutil.copytree(sources("llama"), tmp_path / name) for name in ("source", "folder")
     )
@@ -1105,7 +1089,7 @@ def test_defaults_of_generation_that_the_source_lacks_are_named(
     assert [each.where for each in found] == ["suppress_tokens"]
 
 
-def test_every_key_of_config_json_that_differs_is_on_the_page(copy: Copy, sources: Sources) -> None:
+def test_every_key_of_config_json_that_differs_is_on_the_page(copy, sources):
     copy.setting(use_cache=False, _name_or_path="elsewhere")
     certificate = made(sources("llama"), copy.path)
     assert certificate.status == "equal"
@@ -1114,9 +1098,7 @@ def test_every_key_of_config_json_that_differs_is_on_the_page(copy: Copy, source
         assert f'<td class="where">{key}<td class="equal">' in page.read_text()
 
 
-def test_another_scheme_of_quantised_activations_is_a_bound(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_another_scheme_of_quantised_activations_is_a_bound(tmp_path, sources):
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     fp8(source, off=False)
     source.save()
@@ -1130,9 +1112,7 @@ def other_vocabulary(copy: Copy) -> None:
     (copy.path / "tekken.json").write_text("{}")
 
 
-def test_a_vocabulary_that_no_library_here_reads_is_not_lost_in_silence(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_a_vocabulary_that_no_library_here_reads_is_not_lost_in_silence(tmp_path, sources):
     source, folder = (
         shutil.copytree(sources("llama"), tmp_path / name) for name in ("source", "folder")
     )
@@ -1158,9 +1138,7 @@ UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
 
 
 @pytest.mark.parametrize("fault", UNCOMPARED)
-def test_what_cannot_be_compared_is_not_called_equal(
-    fault: Callable[[Copy], None], copy: Copy, sources: Sources
-) -> None:
+def test_what_cannot_be_compared_is_not_called_equal(fault: Callable[[Copy], None], copy, sources):
     fault(copy)
     copy.save()
     certificate = made(sources("llama"), copy.path)
@@ -1215,7 +1193,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_foreign_folder_passes(name: str, tmp_path: Path, sources: Sources) -> None:
+def test_sound_foreign_folder_passes(name: str, tmp_path, sources):
     source, (change, bound) = sources("llama"), SOUND[name]
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     change(copy)
@@ -1244,8 +1222,8 @@ ALIKE = (
     ],
 )
 def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_named(
-    name: str, tmp_path: Path
-) -> None:
+    name: str, tmp_path
+):
     source = write_model(name, tmp_path / "source")
     fields = {}
     if name in MIXTURES:
@@ -1274,7 +1252,7 @@ def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_n
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
-def test_rounding_of_a_type_is_within_its_tolerance(name: str, kind: str, tmp_path: Path) -> None:
+def test_rounding_of_a_type_is_within_its_tolerance(name: str, kind: str, tmp_path):
     source = write_model(name, tmp_path / "source")
     folder = convert_to(source, tmp_path, weight_data_type=kind)
     certificate = made(source, folder, layers=True)
@@ -1316,9 +1294,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damaged", DAMAGES)
-def test_damaged_shard_is_named_with_the_first_layer_that_differs(
-    damaged: str, tmp_path: Path
-) -> None:
+def test_damaged_shard_is_named_with_the_first_layer_that_differs(damaged: str, tmp_path):
     family, name, value, place = DAMAGES[damaged]
     source = write_model(family, tmp_path / "source")
     folder = convert_to(source, tmp_path)
@@ -1338,7 +1314,7 @@ def change_setting(folder: Path, key: str, value: str) -> None:
     (folder.parent / f"{folder.name}.manifest.json").unlink()
 
 
-def test_defaults_of_generation_that_a_format_lacks_are_not_computed(tmp_path: Path) -> None:
+def test_defaults_of_generation_that_a_format_lacks_are_not_computed(tmp_path):
     source = write_nemo(tmp_path / "gpt.nemo")
     folder = convert_to(source, tmp_path, tp_size=1, output_format="huggingface", allow=("*",))
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -1348,9 +1324,7 @@ def test_defaults_of_generation_that_a_format_lacks_are_not_computed(tmp_path: P
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
-def test_what_could_not_be_computed_is_never_called_equal(
-    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_could_not_be_computed_is_never_called_equal(layout: dict[str, Any], tmp_path, capsys):
     source = write_nemo(tmp_path / "gpt.nemo", **layout)
     folder = convert_to(source, tmp_path)
     words = [str(source), str(folder), "--set", "start_id=1", "--set", "end_id=2"]
@@ -1365,9 +1339,7 @@ def test_what_could_not_be_computed_is_never_called_equal(
 
 
 @pytest.mark.parametrize("output", ["fastertransformer", "huggingface"])
-def test_a_source_whose_library_is_not_run_is_computed_by_transformers(
-    output: str, tmp_path: Path
-) -> None:
+def test_a_source_whose_library_is_not_run_is_computed_by_transformers(output: str, tmp_path):
     source = write_nemo(tmp_path / "gpt.nemo")
     folder = convert_to(source, tmp_path, tp_size=1, output_format=output, allow=("*",))
     layers = part(made(source, folder, layers=True), "layers")
@@ -1389,8 +1361,8 @@ def test_a_source_whose_library_is_not_run_is_computed_by_transformers(
     ],
 )
 def test_megatron_core_checkpoint_is_computed_by_its_own_library(
-    name: str, output: str, shared: Path, tmp_path: Path
-) -> None:
+    name: str, output: str, shared, tmp_path
+):
     if find_spec("megatron") is None:
         pytest.skip("megatron-core is missing: pip install 'megatron-core>=0.12'")
     source = shared / "golden" / "gpt_mcore" / name / "source" / "model.nemo"
@@ -1411,9 +1383,7 @@ def test_megatron_core_checkpoint_is_computed_by_its_own_library(
     ],
     ids=["fused", "by erf", "OpenAI's"],
 )
-def test_gated_gelu_has_the_form_that_megatron_core_computes(
-    settings: dict[str, bool], tmp_path: Path
-) -> None:
+def test_gated_gelu_has_the_form_that_megatron_core_computes(settings: dict[str, bool], tmp_path):
     pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
     torch.manual_seed(0)
     source = write_core(tmp_path / "model.nemo", core_state(), activation="geglu", **settings)
@@ -1435,8 +1405,8 @@ def test_gated_gelu_has_the_form_that_megatron_core_computes(
     ids=str,
 )
 def test_traits_of_megatron_core_are_computed_or_named(
-    changes: dict[str, Any], is_computed: bool, tmp_path: Path
-) -> None:
+    changes: dict[str, Any], is_computed: bool, tmp_path
+):
     pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
     torch.manual_seed(0)
     state = core_state()
@@ -1457,7 +1427,7 @@ def test_traits_of_megatron_core_are_computed_or_named(
         assert any("not computed with" in each.detail for each in layers.findings)
 
 
-def test_experts_of_megatron_core_are_named_where_they_are_not_computed(tmp_path: Path) -> None:
+def test_experts_of_megatron_core_are_named_where_they_are_not_computed(tmp_path):
     pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
     folder = write_model("mixtral", tmp_path / "folder")
     source = convert_to(folder, tmp_path, output_format="torch_dist", tp_size=1)
@@ -1467,7 +1437,7 @@ def test_experts_of_megatron_core_are_named_where_they_are_not_computed(tmp_path
     assert "expert_num = 4" in layers.detail
 
 
-def test_a_text_model_is_compared_with_the_whole(tmp_path: Path) -> None:
+def test_a_text_model_is_compared_with_the_whole(tmp_path):
     source = write_whole("qwen2_5_vl", tmp_path / "source")
     copy = Copy(convert_to(source, tmp_path, output_format="huggingface", tp_size=1))
     certificate = made(source, copy.path, layers=True)
@@ -1482,7 +1452,7 @@ def test_a_text_model_is_compared_with_the_whole(tmp_path: Path) -> None:
     assert [each.where for each in part(certificate, "layers").of("differs")] == ["layer 1"]
 
 
-def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:
+def test_release_of_mesh_transformer_jax_equals_transformers(shared, tmp_path):
     source = shared / "golden/gptj_slim/tiny/source"
     given = (("head_num", "4"), ("rotary_embedding", "2"))
     folder = convert_to(source, tmp_path, given=given)
@@ -1497,8 +1467,8 @@ def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_p
      ("opt/post_ln_projected", 27, 0, 2), ("t5_nemo/linear_adapter", 84, 32, 0)],
 )  # fmt: skip
 def test_folders_of_nvidias_converters_hold_the_same_tensors(
-    shared: Path, tmp_path: Path, case: str, tensors: int, added: int, products: int
-) -> None:
+    shared, tmp_path, case: str, tensors: int, added: int, products: int
+):
     """Tables that are products of two tensors may be rounded otherwise on another processor."""
     golden = shared / "golden" / case
     source = golden / json.loads((golden / "case.json").read_text())["source"]
@@ -1510,7 +1480,7 @@ def test_folders_of_nvidias_converters_hold_the_same_tensors(
     assert not found.of("differs")
 
 
-def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> None:
+def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path):
     import transformers
 
     config = transformers.PersimmonConfig(
@@ -1537,9 +1507,7 @@ def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("key", "value"), [("tie_word_embeddings", False), ("vocab_size", 54), ("pad_token_id", 2)]
 )
-def test_a_model_of_no_known_family_is_held_to_its_settings(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_model_of_no_known_family_is_held_to_its_settings(key: str, value: Any, tmp_path):
     import transformers
 
     config = transformers.XGLMConfig(
@@ -1557,13 +1525,13 @@ def test_a_model_of_no_known_family_is_held_to_its_settings(
     assert [each.where for each in found] == ["model.embed_tokens.weight"]
 
 
-def test_images_of_a_model_are_not_called_equal(tmp_path: Path) -> None:
+def test_images_of_a_model_are_not_called_equal(tmp_path):
     source = write_whole("mistral3", tmp_path / "source")
     found = part(made(source, shutil.copytree(source, tmp_path / "folder")), "tensors")
     assert [each.where for each in found.of("not computed")] == ["images"]
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
+def test_a_run_goes_on_where_it_was(tmp_path, sources):
     source = sources("llama")
     folder = shutil.copytree(source, tmp_path / "folder")
     made(source, folder)
@@ -1578,9 +1546,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, sources: Sources) -> None:
     assert made(source, folder).status == "equal"
 
 
-def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(
-    tmp_path: Path, sources: Sources
-) -> None:
+def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(tmp_path, sources):
     source = sources("llama")
     copy = Copy(shutil.copytree(source, tmp_path / "folder"))
     copy.tensors["model.layers.2.unused"] = torch.zeros(1 << 17)
@@ -1594,9 +1560,7 @@ def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(
     assert made(source, copy.path).table()["folder"]["files"] != one.table()["folder"]["files"]
 
 
-def test_certificate_is_written_signed_and_verified(
-    tmp_path: Path, sources: Sources, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certificate_is_written_signed_and_verified(tmp_path, sources, capsys):
     source = sources("llama")
     folder = shutil.copytree(source, tmp_path / "folder")
     key, output = tmp_path / "key", tmp_path / "out"
@@ -1633,12 +1597,8 @@ def test_certificate_is_written_signed_and_verified(
     ],
 )
 def test_bad_input_is_reported_and_ends_with_2(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    sources: Sources,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words: list[str], message: str, tmp_path, sources, capsys
+):
     source = sources("llama")
     folder = convert_to(source, tmp_path)
     paths = {"source": source, "folder": folder, "other": sources("gpt2")}

@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("served") / "model")
 
 
@@ -94,7 +94,7 @@ def parts(folder: Path) -> dict[str, Any]:
     return {each["name"]: each for each in table["parts"]}
 
 
-def test_endpoint_of_the_same_model_passes(model: Path, server: Server, tmp_path: Path) -> None:
+def test_endpoint_of_the_same_model_passes(model, server, tmp_path):
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main([*words, "--log-prob-tolerance", "1e-4"]) == 0
     served = parts(tmp_path)["served"]
@@ -102,15 +102,13 @@ def test_endpoint_of_the_same_model_passes(model: Path, server: Server, tmp_path
     assert all(row["largest"] < 1e-4 and row["tokens"] == 156 for row in served["rows"])
 
 
-def test_rows_are_as_many_and_as_long_as_asked(model: Path, server: Server, tmp_path: Path) -> None:
+def test_rows_are_as_many_and_as_long_as_asked(model, server, tmp_path):
     words = [str(model), "--endpoint", server.url, "--output", str(tmp_path), "--samples", "3"]
     assert main([*words, "--input-len", "9", "--min-input-len", "9", "--batch-sizes", "2"]) == 0
     assert [row["tokens"] for row in parts(tmp_path)["served"]["rows"]] == [3 * 8]
 
 
-def test_error_of_batches_is_named_with_its_row_and_token(
-    model: Path, server: Server, tmp_path: Path
-) -> None:
+def test_error_of_batches_is_named_with_its_row_and_token(model, server, tmp_path):
     server.error_in_batches = 0.5
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main(words) == 1
@@ -118,9 +116,7 @@ def test_error_of_batches_is_named_with_its_row_and_token(
     assert found["where"].startswith("batch size 8, row 1, token 3 ")
 
 
-def test_endpoint_that_reads_other_ids_is_not_called_equal(
-    model: Path, server: Server, tmp_path: Path
-) -> None:
+def test_endpoint_that_reads_other_ids_is_not_called_equal(model, server, tmp_path):
     server.shift = 1
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main(words) == 3
@@ -128,9 +124,7 @@ def test_endpoint_that_reads_other_ids_is_not_called_equal(
     assert "has read [16, " in found["detail"]
 
 
-def test_endpoint_without_log_probabilities_is_not_called_equal(
-    model: Path, server: Server, tmp_path: Path
-) -> None:
+def test_endpoint_without_log_probabilities_is_not_called_equal(model, server, tmp_path):
     server.gives_log_probs = False
     words = [str(model), str(model), "--output", str(tmp_path), "--endpoint", server.url]
     assert main(words) == 3
@@ -226,9 +220,7 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
      ("verl", 6), ("verl's batch", 6),
      ("verl's queue", 6), ("slime", 6), ("slime's training", 6)],
 )  # fmt: skip
-def test_training_step_is_compared_with_the_server(
-    form: str, tokens: int, server: Server, tmp_path: Path
-) -> None:
+def test_training_step_is_compared_with_the_server(form: str, tokens: int, server, tmp_path):
     path = training_file(form, server, tmp_path)
     words = ["--training", str(path), "--endpoint", server.url, "--output", str(tmp_path / "out")]
     assert main(words) == 0
@@ -239,7 +231,7 @@ def test_training_step_is_compared_with_the_server(
     assert first["where"].startswith("batch size 1, row 0, token 4 ")
 
 
-def test_rows_without_log_probabilities_are_counted(server: Server, tmp_path: Path) -> None:
+def test_rows_without_log_probabilities_are_counted(server, tmp_path):
     path = training_file("plain", server, tmp_path)
     (first, *others) = path.read_text().splitlines()
     aborted = json.dumps({**json.loads(first), "logprobs": None})
@@ -249,7 +241,7 @@ def test_rows_without_log_probabilities_are_counted(server: Server, tmp_path: Pa
     assert "(2 more have none)" in parts(tmp_path / "out")["training"]["compared"]
 
 
-def test_a_log_probability_that_is_no_number_differs(server: Server, tmp_path: Path) -> None:
+def test_a_log_probability_that_is_no_number_differs(server, tmp_path):
     path = training_file("plain", server, tmp_path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1]["logprobs"][-1] = float("nan")
@@ -277,7 +269,7 @@ def test_a_log_probability_that_is_no_number_differs(server: Server, tmp_path: P
         ({"logprobs": [-1.0] * 6, "position_ids": [0, 1, 2, 0, 1, 2]}, "several sequences"),
     ],
 )
-def test_a_row_that_is_none_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_row_that_is_none_is_refused(changes: dict[str, Any], said: str, tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": [-1.0] * 2}
     path.write_text(f"{json.dumps(row)}\n{json.dumps(row | changes)}")
@@ -285,7 +277,7 @@ def test_a_row_that_is_none_is_refused(changes: dict[str, Any], said: str, tmp_p
         read_training_rows(path)
 
 
-def test_fields_that_are_not_of_rows_are_passed_over(tmp_path: Path) -> None:
+def test_fields_that_are_not_of_rows_are_passed_over(tmp_path):
     places = torch.tensor([[0, 0, 1, 2]])
     batch = {
         "input_ids": torch.tensor([[0, 5, 6, 7]]),
@@ -317,9 +309,7 @@ def test_fields_that_are_not_of_rows_are_passed_over(tmp_path: Path) -> None:
         (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),
     ],
 )
-def test_what_cannot_be_asked_ends_with_2(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_asked_ends_with_2(words: list[str], message: str, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "x"}\n')
     code = tmp_path / "batch.pt"

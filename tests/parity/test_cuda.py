@@ -199,7 +199,7 @@ def make_request(lengths: list[int], beam_width: int = 1) -> GenerationRequest:
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     with (
         Engine(ft_dir, Placement(device="cpu")) as cpu,
@@ -210,9 +210,7 @@ def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
-    name: str, tmp_path: Path
-) -> None:
+def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name: str, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     options = EngineOptions(max_lanes=6)
     with (
@@ -230,7 +228,7 @@ def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
 
 @pytest.mark.parametrize("data_type", ["fp16", "bf16"])
 @pytest.mark.parametrize("form", [{"int8_mode": 1}, {"fp8": True}])
-def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_path: Path) -> None:
+def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_path):
     ft_dir = write_random(*MODELS["gptj"], tmp_path)
     request = make_request([9, 5, 7])
     with (
@@ -247,9 +245,7 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
 
 @pytest.mark.parametrize("data_type", ["fp16", "bf16"])
 @pytest.mark.parametrize("group", [0, 128, 96])  # the last is widened
-def test_folders_in_fp8_are_computed_as_they_are(
-    group: int, data_type: str, tmp_path: Path
-) -> None:
+def test_folders_in_fp8_are_computed_as_they_are(group: int, data_type: str, tmp_path):
     sizes = {"head_num": 4, "size_per_head": 64, "hidden_size": 256, "inter_size": 384}
     config = DenseConfig(**{**DENSE_SIZES, **sizes, "fp8_group_size": group}, has_qkv_bias=True)
     ft_dir = write_random(DENSE, config, tmp_path, scale=0.05)
@@ -270,7 +266,7 @@ def test_folders_in_fp8_are_computed_as_they_are(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     forms: list[dict[str, Any]] = [
         {"device": "cpu"}, {"device": "cuda", "data_type": "fp16"}, {"device": "cuda"},
@@ -294,8 +290,8 @@ def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("form", [{}, {"int8_mode": 1}, {"fp8": True}])
 @pytest.mark.parametrize("name", MODELS)
 def test_batch_invariant_answers_do_not_depend_on_other_requests(
-    name: str, form: dict[str, Any], tmp_path: Path
-) -> None:
+    name: str, form: dict[str, Any], tmp_path
+):
     ft_dir = write_random(*MODELS[name], tmp_path)
     placement = Placement(device="cuda", data_type="fp16", batch_invariant=True, **form)
     block = 2 * 3 * 32 * 2 * 16  # bytes of 16 tokens' keys and values
@@ -313,7 +309,7 @@ def test_batch_invariant_answers_do_not_depend_on_other_requests(
                 assert other.output_log_probs == row.output_log_probs
 
 
-def test_best_tokens_equal_those_of_the_cpu() -> None:
+def test_best_tokens_equal_those_of_the_cpu():
     torch.manual_seed(0)
     vocab = range(7, 20_007)
     logits = torch.randn(6, len(vocab)).round(decimals=1)  # many are equal
@@ -336,7 +332,7 @@ def test_best_tokens_equal_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 53, 20_011])
 @pytest.mark.parametrize("kind", ["smooth", "ties", "flat", "banned", "marked"])
-def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None:
+def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str):
     generator = torch.Generator().manual_seed(vocab_size)
     rows = 256
     logits = 4 * torch.randn(rows, vocab_size, generator=generator)
@@ -403,7 +399,7 @@ def marked_feed(
     return feed
 
 
-def test_tokens_that_a_gpu_has_chosen_are_penalised() -> None:
+def test_tokens_that_a_gpu_has_chosen_are_penalised():
     rows, vocab_size = 64, 20_011
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)).round(
         decimals=1
@@ -430,7 +426,7 @@ def test_tokens_that_a_gpu_has_chosen_are_penalised() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> None:
+def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float):
     logits = torch.randn(9, 20_000)
     logits[2:4, 11_111] = bad
     logits[4] = bad
@@ -446,7 +442,7 @@ def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path):
     """The host draws on a CPU, the GPU in steps that overlap; neighbours change nothing."""
     ft_dir = write_random(*MODELS[name], tmp_path)
     kinds: list[dict[str, Any]] = [
@@ -479,7 +475,7 @@ def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> Non
         assert [row.output_ids for row in cuda.generate(mixed).rows] == expected[:8]
 
 
-def test_a_stopped_engine_gives_its_memory_back(tmp_path: Path) -> None:
+def test_a_stopped_engine_gives_its_memory_back(tmp_path):
     ft_dir = write_random(*MODELS[next(iter(MODELS))], tmp_path)
     # In a process of its own: engines of other tests would keep the workspaces of cuBLAS.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -487,7 +483,7 @@ def test_a_stopped_engine_gives_its_memory_back(tmp_path: Path) -> None:
     assert max(kept) < 4 << 20
 
 
-def test_graphs_of_all_sizes_share_the_memory_of_the_largest() -> None:
+def test_graphs_of_all_sizes_share_the_memory_of_the_largest():
     # In a process of its own, where nothing else is kept.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         assert pool.submit(_memory_of_graphs, 40).result() < 3 * (64 << 20)

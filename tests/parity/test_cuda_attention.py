@@ -171,14 +171,14 @@ def test_sequences_of_all_lengths(
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     segments: list[tuple[int, int, int]],
-    device: torch.device,
-) -> None:
+    device,
+):
     torch.manual_seed(0)
     rules = AttentionRules()
     check(Sequences(segments, heads=heads, rules=rules, dtype=dtype, device=device, block=block))
 
 
-def test_values_left_in_a_block_are_not_seen(device: torch.device) -> None:
+def test_values_left_in_a_block_are_not_seen(device):
     torch.manual_seed(0)
     kind: dict[str, Any] = {"heads": (4, 2, 64), "dtype": torch.float16, "device": device}
     for segments in ([(0, 70, 30), (1, 5, 1)], [(0, 70, 1), (1, 5, 1)]):
@@ -189,7 +189,7 @@ def test_values_left_in_a_block_are_not_seen(device: torch.device) -> None:
         check(sequences)
 
 
-def test_attention_of_the_rows_with_outputs(device: torch.device) -> None:
+def test_attention_of_the_rows_with_outputs(device):
     torch.manual_seed(0)
     for rules in (AttentionRules(sliding_window=40), AttentionRules(batch_invariant=True)):
         sequences = Sequences(
@@ -224,12 +224,8 @@ MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
     ("group", "dtype"), [(2, torch.float32), (2, torch.float16), (1, torch.float16)], ids=str
 )
 def test_biases_windows_and_turned_keys(
-    group: int,
-    dtype: torch.dtype,
-    kind: str,
-    segments: list[tuple[int, int, int]],
-    device: torch.device,
-) -> None:
+    group: int, dtype: torch.dtype, kind: str, segments: list[tuple[int, int, int]], device
+):
     torch.manual_seed(0)
     heads = 6 if segments is not MANY else 126
     rules = {
@@ -273,8 +269,8 @@ def test_keys_and_values_in_fp8(
     block: int,
     dtype: torch.dtype,
     segments: list[tuple[int, int, int]],
-    device: torch.device,
-) -> None:
+    device,
+):
     torch.manual_seed(0)
     if rules.alibi_slopes is not None:
         rules = replace(rules, alibi_slopes=rules.alibi_slopes.to(device))
@@ -283,7 +279,7 @@ def test_keys_and_values_in_fp8(
     check(sequences)
 
 
-def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> None:
+def test_cached_tokens_are_attended_without_new_keys(device):
     from inference.model.gpu.attention_layout import paged_attention
 
     torch.manual_seed(0)
@@ -308,11 +304,8 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
     ids=str,
 )
 def test_prompts_by_flash_attention(
-    heads: tuple[int, int, int],
-    rules: AttentionRules,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    heads: tuple[int, int, int], rules: AttentionRules, device, monkeypatch
+):
     torch.manual_seed(0)
     if flash_attention._forward_pass(device) is None:
         monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
@@ -325,7 +318,7 @@ def test_prompts_by_flash_attention(
 
 @pytest.mark.parametrize("shared", [232448, 166912, 101376, 65536])  # H200, A100, L4, T4
 @pytest.mark.parametrize("row_bytes", [256, 512, 1024])
-def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int) -> None:
+def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int):
     from inference.model.gpu.attention import fitting
 
     wanted = {"TOKENS": 64, "num_stages": 3, "num_warps": 4}
@@ -341,7 +334,7 @@ def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int) -> None:
 @pytest.mark.parametrize("tokens", [128, 2048])
 def test_a_graph_has_tiles_for_every_mixture(
     tokens: int, group: int, slots: int, batch_invariant: bool
-) -> None:
+):
     from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
     from inference.model.gpu.prompt_graph import tile_room
 

@@ -22,7 +22,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def _needs_fp8(request: pytest.FixtureRequest) -> None:
+def _needs_fp8(request) -> None:
     form = request.node.callspec.params.get("form")
     if form is None:
         return
@@ -51,7 +51,7 @@ def test_products_equal_those_of_single_precision(
     inputs: int,
     activation: GemmActivation | None,
     dtype: torch.dtype,
-) -> None:
+):
     generator = torch.Generator().manual_seed(inputs)
     x = torch.randn(rows, inputs, generator=generator)
     bias = torch.randn(outputs, generator=generator)
@@ -89,7 +89,7 @@ def test_products_equal_those_of_single_precision(
 @pytest.mark.parametrize("form", FORMS)
 def test_gated_products_equal_those_of_single_precision(
     form: GemmOptions, outputs: int, rows: int, activation: GemmActivation
-) -> None:
+):
     torch.manual_seed(0)
     x = torch.randn(rows, 272, dtype=torch.float16)
     gate, linear = (torch.randn(2, 272, outputs) / 16).half().unbind()
@@ -122,8 +122,8 @@ def test_gated_products_equal_those_of_single_precision(
 @pytest.mark.parametrize(("inputs", "outputs"), [(272, 96), (2432, 64), (2432, 51)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_weights_in_fp8_are_multiplied_as_they_are(
-    gated: bool, inputs: int, outputs: int, group: int, rows: int, device: torch.device
-) -> None:
+    gated: bool, inputs: int, outputs: int, group: int, rows: int, device
+):
     """Products are those of the widened weights, of rows that only scales of outputs round."""
     from inference.parallel.gemm_cuda import CudaGemm
 
@@ -159,7 +159,7 @@ def test_weights_in_fp8_are_multiplied_as_they_are(
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
     form: GemmOptions, outputs: int, dtype: torch.dtype
-) -> None:
+):
     torch.manual_seed(0)
     form = GemmOptions(int8=form.int8, fp8=form.fp8, batch_invariant=True)
     x = torch.randn(300, 1040, device="cuda", dtype=dtype)
@@ -178,7 +178,7 @@ def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("form", FORMS[2:])
 def test_fp8_rows_are_handed_from_product_to_product(
     form: GemmOptions, rows: int, dtype: torch.dtype, gated: bool, activation: GemmActivation
-) -> None:
+):
     from inference.model.gpu.norm import norm
     from inference.parallel.rounding_cuda import RoundedRows
 
@@ -216,7 +216,7 @@ def rounded_rows_of(rows: Any, count: int) -> Any:
 
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("rows", [2, 200])
-def test_values_that_are_not_finite_stay_in_their_rows(rows: int, form: GemmOptions) -> None:
+def test_values_that_are_not_finite_stay_in_their_rows(rows: int, form: GemmOptions):
     torch.manual_seed(0)
     x = torch.randn(rows, 64, device="cuda", dtype=torch.float16)
     x[0, 3] = float("nan")

@@ -32,7 +32,7 @@ SAVES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(shared: Path, tmp_path_factory) -> Path:
     """Return the folder of all checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     save_all(
@@ -65,9 +65,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_folders_are_those_of_the_classic_archive(
-    shared: Path, saved: Path, tmp_path: Path, name: str
-) -> None:
+def test_folders_are_those_of_the_classic_archive(shared, saved, tmp_path, name: str):
     assert open_checkpoint(saved / name).format == "megatron"
     for tp_size in (1, 2, 4):
         expected = contents(converted(archive(shared, name), tmp_path / "classic", tp_size))
@@ -75,9 +73,7 @@ def test_folders_are_those_of_the_classic_archive(
 
 
 @pytest.mark.parametrize("name", ["gpt_tp2_pp2", "llama_singleton"])
-def test_folders_give_the_recorded_logits(
-    shared: Path, saved: Path, tmp_path: Path, name: str
-) -> None:
+def test_folders_give_the_recorded_logits(shared, saved, tmp_path, name: str):
     case = archive(shared, name).parents[1]
     prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")

@@ -70,7 +70,7 @@ def check_greedy(engine: Engine, case: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path: Path) -> None:
+def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path):
     case = golden(name)
     with Engine(unpack_case(case, tmp_path, tp_size=1), Placement(device="cpu")) as engine:
         prompt = json.loads((case / "greedy.json").read_text())["prompt"]
@@ -79,7 +79,7 @@ def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["gpt2/tiny", "bloom/tiny", "opt/pre_ln"])
-def test_half_precision_weights_stay_close(name: str, tmp_path: Path) -> None:
+def test_half_precision_weights_stay_close(name: str, tmp_path):
     case = golden(name)
     ft_dir = unpack_case(case, tmp_path, tp_size=2, data_type="fp16")
     prompt = json.loads((case / "greedy.json").read_text())["prompt"]
@@ -90,9 +90,7 @@ def test_half_precision_weights_stay_close(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tp_size", "pp_size"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
 )
-def test_ranks_in_processes_give_recorded_logits_and_tokens(
-    tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size: int, pp_size: int, tmp_path):
     case = golden("gpt2/tiny")
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
     with Engine(ft_dir, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu")) as engine:
@@ -104,9 +102,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", [name for name, largest in CASES.items() if largest == 4])
-def test_every_grid_of_ranks_gives_recorded_logits(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+def test_every_grid_of_ranks_gives_recorded_logits(name: str, tp_size: int, pp_size: int, tmp_path):
     case = golden(name)
     prompt = json.loads((case / "greedy.json").read_text())["prompt"]
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
@@ -114,7 +110,7 @@ def test_every_grid_of_ranks_gives_recorded_logits(
     assert relative_difference(logits, case) < FP32_TOLERANCE
 
 
-def test_a_prompt_in_chunks_has_the_same_logits(tmp_path: Path) -> None:
+def test_a_prompt_in_chunks_has_the_same_logits(tmp_path):
     case = golden("bloom/tiny")
     prompt = json.loads((case / "greedy.json").read_text())["prompt"]
     ft_dir = unpack_case(case, tmp_path, tp_size=2)
@@ -141,8 +137,8 @@ CONVERTED = [
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("name", CONVERTED)
 def test_converted_checkpoint_gives_recorded_logits(
-    name: str, tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+    name: str, tp_size: int, pp_size: int, tmp_path
+):
     case = golden(name)
     facts = json.loads((case / "case.json").read_text())
     request = ConversionRequest(
@@ -157,7 +153,7 @@ def test_converted_checkpoint_gives_recorded_logits(
     assert relative_difference(logits, case) < FP32_TOLERANCE
 
 
-def test_sample_model_gives_recorded_logits_and_tokens(tmp_path: Path) -> None:
+def test_sample_model_gives_recorded_logits_and_tokens(tmp_path):
     sample = material("sample_model")
     request = ConversionRequest(
         checkpoint_path=SAMPLE_MODEL,

@@ -83,9 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         *(pytest.param(variant, 1, 1, marks=pytest.mark.long) for variant in VARIANTS),
     ],
 )
-def test_t5_gives_the_logits_of_transformers(
-    variant: str, tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+def test_t5_gives_the_logits_of_transformers(variant: str, tp_size: int, pp_size: int, tmp_path):
     model = shaken(t5(**VARIANTS[variant]))
     prompt = PROMPT * 6  # longer than any bucket border of the small distances
     with torch.no_grad():
@@ -104,7 +102,7 @@ def test_t5_gives_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["encoder model", "encoder of a whole model"])
-def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path: Path) -> None:
+def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path):
     model = shaken(t5(feed_forward_proj="gated-gelu"))
     if whole:
         path = folder(model, tmp_path, model_type="t5_encoder")
@@ -157,8 +155,8 @@ def encode_states(
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 2)])
 def test_bert_gives_the_hidden_states_of_transformers(
-    activation: str, tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+    activation: str, tp_size: int, pp_size: int, tmp_path
+):
     model = bert(hidden_act=activation)
     ids, lengths = torch.tensor([[5, 9, 2, 38, 17], [8, 1, 3, 0, 0]]), [5, 3]
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
@@ -175,7 +173,7 @@ def test_bert_gives_the_hidden_states_of_transformers(
     assert difference(ours[mask], expected[mask]) < TOLERANCE
 
 
-def test_bert_folders_of_other_converters_take_the_tanh_gelu(tmp_path: Path) -> None:
+def test_bert_folders_of_other_converters_take_the_tanh_gelu(tmp_path):
     model = bert()
     ids = torch.tensor([[5, 9, 2, 38, 17]])
     with torch.no_grad():
@@ -190,9 +188,7 @@ def test_bert_folders_of_other_converters_take_the_tanh_gelu(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_bert_gives_the_hidden_states_of_padded_texts_of_a_tokenizer(
-    tp_size: int, tmp_path: Path
-) -> None:
+def test_bert_gives_the_hidden_states_of_padded_texts_of_a_tokenizer(tp_size: int, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "server", "check", "##point", "."]

@@ -60,7 +60,7 @@ def folders(python: str | None, path: Path) -> Iterator[tuple[str, Path, torch.T
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_folders_have_the_logits_of_their_sources(python: str | None, tmp_path: Path) -> None:
+def test_folders_have_the_logits_of_their_sources(python: str | None, tmp_path):
     made = list(folders(python, tmp_path))
     answers = answered([{"folder": str(folder), "ids": IDS} for _, folder, _ in made], python)
     wrong = {}
@@ -105,7 +105,7 @@ SPELLED: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path: Path) -> None:
+def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path):
     build(name).save_pretrained(tmp_path / "source")
     folder = through_shards(tmp_path / "source", tmp_path)
     settings = read_json(folder / "config.json")
@@ -114,7 +114,7 @@ def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", NOT_IN_4)
-def test_a_remark_says_what_transformers_4_cannot_compute(name: str, tmp_path: Path) -> None:
+def test_a_remark_says_what_transformers_4_cannot_compute(name: str, tmp_path):
     build(name).save_pretrained(tmp_path / "source")
     source = tmp_path / "source"
     done = convert(ConversionRequest(source, tmp_path, 1, "fp32", output_format="huggingface"))

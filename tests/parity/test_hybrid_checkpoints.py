@@ -8,7 +8,6 @@ in PATH; a folder that 0.19.2 has saved is among the golden ones.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path: Path) -> None:
+def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path):
     saves = SAVES if python is None else SAVES | NEWER
     save_all(
         [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gpt_tp1", "gpt_tp2", "llama_tp1", "llama_tp2"])
-def test_folder_gives_the_recorded_logits(
-    shared: Path, tmp_path: Path, name: str, tp_size: int
-) -> None:
+def test_folder_gives_the_recorded_logits(shared, tmp_path, name: str, tp_size: int):
     case = shared / "golden" / "gpt_mcore" / name
     prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")
@@ -41,9 +38,7 @@ def test_folder_gives_the_recorded_logits(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_hybrid_model_gives_the_recorded_logits(
-    shared: Path, tmp_path: Path, tp_size: int
-) -> None:
+def test_a_hybrid_model_gives_the_recorded_logits(shared, tmp_path, tp_size: int):
     case = shared / "golden" / "hybrid" / "llama_2_blocks"
     recorded = np.load(case / "logits.npz")
     prompt, expected = recorded["ids"].ravel().tolist(), recorded["logits"]
@@ -117,8 +112,8 @@ def in_core(model: Any, names: dict[str, str]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", GEMMAS)
 def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(
-    name: str, tp_size: int, tmp_path: Path
-) -> None:
+    name: str, tp_size: int, tmp_path
+):
     settings, version = GEMMAS[name], name[5:6]
     kind, sizes = MODELS[name.split("-")[0]]
     scaled: dict[str, Any] = {"num_hidden_layers": 2}

@@ -80,7 +80,7 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixtures")
     saves = []
     for name in MODELS:
@@ -112,7 +112,7 @@ def error(folder: Path, expected: Path) -> float:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_way_of_cutting_gives_the_logits(name: str, saved: Path, tmp_path: Path) -> None:
+def test_every_way_of_cutting_gives_the_logits(name: str, saved, tmp_path):
     folder = convert(request(saved / name, tmp_path / "whole")).ft_dir
     config = read_json(folder / "config.json")
     assert config["model_type"] == name
@@ -135,8 +135,8 @@ def test_every_way_of_cutting_gives_the_logits(name: str, saved: Path, tmp_path:
     ],
 )  # fmt: skip
 def test_megatron_bridge_states_the_same(
-    name: str, activation: str, provider: str, saved: Path, tmp_path: Path
-) -> None:
+    name: str, activation: str, provider: str, saved, tmp_path
+):
     source = shutil.copytree(saved / name, tmp_path / "source")
     settings = {
         "position_embedding_type": "rope", **SIZES, **MODELS[name], "seq_length": 64,
@@ -156,7 +156,7 @@ def test_megatron_bridge_states_the_same(
     assert error(folder, saved / f"{name}.pt") < TOLERANCE
 
 
-def test_a_correction_of_scores_stays_in_fp32(saved: Path, tmp_path: Path) -> None:
+def test_a_correction_of_scores_stays_in_fp32(saved, tmp_path):
     asked = dataclasses.replace(request(saved / "glm4_moe", tmp_path), weight_data_type="bf16")
     tensors = read_tensors(convert(asked).ft_dir)
     kinds = {name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16}
@@ -166,7 +166,7 @@ def test_a_correction_of_scores_stays_in_fp32(saved: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n][:2]))
-def test_each_setting_is_written_or_refused(number: int, saved: Path, tmp_path: Path) -> None:
+def test_each_setting_is_written_or_refused(number: int, saved, tmp_path):
     _, _, words = CHANGES[number]
     asked = request(saved / str(number), tmp_path / "out")
     if words not in {*MODELS, "mixtral"}:

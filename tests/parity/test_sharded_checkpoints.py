@@ -18,7 +18,7 @@ WAYS = (
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
     """Return a folder with a model, and with what every writer has made of it."""
     folder = tmp_path_factory.mktemp("saved")
     write_model("llama", folder / "model")
@@ -27,9 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_saving_gives_the_model_s_folder(
-    way: str, saved: Path, tmp_path: Path
-) -> None:
+def test_every_way_of_saving_gives_the_model_s_folder(way: str, saved, tmp_path):
     weights = saved / way
     settings = weights / "actor" / "huggingface" if way.startswith("verl") else weights
     settings.mkdir(exist_ok=True)

@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [*CASES, "t5_encoder/from_full_t5"])
-def test_the_encoder_gives_the_recorded_output(name: str, tmp_path: Path) -> None:
+def test_the_encoder_gives_the_recorded_output(name: str, tmp_path):
     case = golden(name)
     prompt, _ = recorded(case)
     ours = encoded_by(unpack_case(case, tmp_path, tp_size=1), prompt)
@@ -94,9 +94,7 @@ def test_the_encoder_gives_the_recorded_output(name: str, tmp_path: Path) -> Non
     ("name", "tp_size"),
     CASES.items(),
 )
-def test_reference_folders_give_the_recorded_logits(
-    name: str, tp_size: int, tmp_path: Path
-) -> None:
+def test_reference_folders_give_the_recorded_logits(name: str, tp_size: int, tmp_path):
     case = golden(name)
     prompt, answer = recorded(case)
     expected = np.load(case / "logits.npy")
@@ -106,7 +104,7 @@ def test_reference_folders_give_the_recorded_logits(
 
 
 @pytest.mark.parametrize("name", ["t5/v1_1_gated_gelu_untied", "t5_nemo/ia3_two_tasks"])
-def test_half_precision_weights_are_close(name: str, tmp_path: Path) -> None:
+def test_half_precision_weights_are_close(name: str, tmp_path):
     case = golden(name)
     prompt, answer = recorded(case)
     expected = np.load(case / "logits.npy")
@@ -120,8 +118,8 @@ def test_half_precision_weights_are_close(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["absolute-bias", "relative-bare"])
 def test_every_grid_of_ranks_gives_the_same_model(
-    model: TinyT5, tp_size: int, pp_size: int, tmp_path: Path
-) -> None:
+    model: TinyT5, tp_size: int, pp_size: int, tmp_path
+):
     tensors = t5_tensors(model)
     source = write_t5(tmp_path / "t5.nemo", tensors, model)
     folder = nemo_folder(tmp_path, source, tp_size=tp_size)
@@ -159,7 +157,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path: Path) -> None:
+def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path):
     model = RULES[rule]
     tensors = t5_tensors(model)
     folder = nemo_folder(tmp_path, write_t5(tmp_path / "t5.nemo", tensors, model))
@@ -174,8 +172,8 @@ RESHARDED = (((1, 1, 0), 4), ((2, 1, 0), 1), ((4, 1, 0), 2), ((2, 2, 1), 4), ((1
     ("training", "tp_size", "legacy"), [(*each, n % 2 > 0) for n, each in enumerate(RESHARDED)]
 )
 def test_training_ranks_and_stages_are_joined(
-    training: tuple[int, int, int], tp_size: int, legacy: bool, tmp_path: Path
-) -> None:
+    training: tuple[int, int, int], tp_size: int, legacy: bool, tmp_path
+):
     tp, pp, split = training
     model = TinyT5(own_head=True, legacy=legacy)
     tensors = t5_tensors(model)
@@ -192,8 +190,8 @@ def test_training_ranks_and_stages_are_joined(
     ],
 )
 def test_each_ia3_task_acts_as_trained(
-    training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path: Path
-) -> None:
+    training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path
+):
     tp, pp, split = training
     layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
     model = TinyT5()
@@ -210,7 +208,7 @@ def test_each_ia3_task_acts_as_trained(
 
 
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
-def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path: Path) -> None:
+def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path):
     tensors, scalers = t5_tensors(model), ia3_scalers(model)
     folder = nemo_folder(
         tmp_path,
@@ -224,9 +222,7 @@ def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path
 
 
 @pytest.mark.parametrize(("training", "tp_size"), [((1, 1, 0), 4), ((2, 3, 1), 2)])
-def test_linear_adapters_act_as_trained(
-    training: tuple[int, int, int], tp_size: int, tmp_path: Path
-) -> None:
+def test_linear_adapters_act_as_trained(training: tuple[int, int, int], tp_size: int, tmp_path):
     tp, pp, split = training
     layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
     model = TinyT5()
@@ -240,7 +236,7 @@ def test_linear_adapters_act_as_trained(
     check(folder, Reference(tensors, model, adapters=adapters), tp_size=tp_size)
 
 
-def test_virtual_tokens_take_the_place_of_words(tmp_path: Path) -> None:
+def test_virtual_tokens_take_the_place_of_words(tmp_path):
     model = TinyT5()
     tensors = t5_tensors(model)
     tables = {"first": torch.randn(3, model.hidden), "second": torch.randn(4, model.hidden)}
@@ -265,7 +261,7 @@ def test_virtual_tokens_take_the_place_of_words(tmp_path: Path) -> None:
     assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
 
 
-def test_weights_of_8_bits_stay_close(tmp_path: Path) -> None:
+def test_weights_of_8_bits_stay_close(tmp_path):
     # 8 bits per weight: a relative error of up to 1/256 in each of some dozen products.
     case = golden("t5_nemo/train_tp1_pp1_absolute_bias")
     prompt, answer = recorded(case)

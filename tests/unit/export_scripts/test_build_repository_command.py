@@ -25,14 +25,14 @@ end_id = 51
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
+def model_dir(tmp_path) -> Path:
     weights = tmp_path / "repo" / "gpt" / "1" / "1-gpu"
     weights.mkdir(parents=True)
     (weights / "config.ini").write_text(CONFIG_INI)
     return tmp_path / "repo" / "gpt"
 
 
-def test_flags_reach_the_configuration(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_reach_the_configuration(model_dir, capsys):
     flags = ["--no-ensemble", "--decoupled", "--max-batch-size", "7", "--parameter", "device=cpu"]
     assert main([str(model_dir), *flags]) == 0
     assert capsys.readouterr().out == f"{model_dir}\n"
@@ -42,9 +42,7 @@ def test_flags_reach_the_configuration(model_dir: Path, capsys: pytest.CaptureFi
     assert config.parameters["device"].string_value == "cpu"
 
 
-def test_problems_are_reported_in_the_words_of_the_command(
-    model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_are_reported_in_the_words_of_the_command(model_dir, capsys):
     assert main([str(model_dir), "--data-type", "fp8", "--tensor-model-parallel-size", "0"]) == 1
     error = capsys.readouterr().err
     assert "error: --tensor-model-parallel-size=0 must be a whole number" in error
@@ -72,9 +70,7 @@ eos_token_id = 1
 """
 
 
-def test_encoder_alone_gets_a_tokenizer_that_ends_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_encoder_alone_gets_a_tokenizer_that_ends_texts(tmp_path, capsys):
     model_dir = tmp_path / "repo" / "t5_encoder"
     weights = model_dir / "1" / "1-gpu"
     weights.mkdir(parents=True)

@@ -28,7 +28,7 @@ def uses(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "has_backend"), [("gpt2", True), ("llama", False)])
-def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path: Path) -> None:
+def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path):
     model = write_model(name, tmp_path / "model")
     shards = convert(ConversionRequest(model, tmp_path, 2, "fp32")).ft_dir
     for path in (model, shards):
@@ -40,7 +40,7 @@ def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path: Path) ->
     assert "vLLM, if" not in uses(shards)
 
 
-def test_a_mixture(tmp_path: Path) -> None:
+def test_a_mixture(tmp_path):
     model = write_model("mixtral", tmp_path / "model")
     source = write_distributed(
         tmp_path / "source",
@@ -62,7 +62,7 @@ QUANTISED: dict[str, Any] = {"quantization_config": {"quant_method": "hqq"}}
         (QUANTISED, "quant_method = hqq: known are fp8"),
     ],
 )
-def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path):
     model = copy_of(write_model("llama", tmp_path / "model"), tmp_path / "copy", config=changes)
     for name in ("", "config.json"):
         facts = describe(model / name)
@@ -73,9 +73,7 @@ def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path
     assert words in describe(model)["cannot be converted"][0]
 
 
-def test_config_json_alone_gives_family_and_sizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_json_alone_gives_family_and_sizes(tmp_path, capsys):
     model = write_model("llama", tmp_path / "model")
     whole = describe(model)
     (model / "model.safetensors").unlink()
@@ -107,8 +105,8 @@ def test_config_json_alone_gives_family_and_sizes(
     ],
 )  # fmt: skip
 def test_a_damaged_size_is_named_at_once(
-    name: str, changes: dict[str, Any], words: str, has_weights: bool, tmp_path: Path
-) -> None:
+    name: str, changes: dict[str, Any], words: str, has_weights: bool, tmp_path
+):
     model = copy_of(write_model(name, tmp_path / "model"), tmp_path / "copy", config=changes)
     if not has_weights:
         (model / "model.safetensors").unlink()
@@ -118,7 +116,7 @@ def test_a_damaged_size_is_named_at_once(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
-def test_a_folder_without_heads_of_keys_is_refused_by_path(tmp_path: Path) -> None:
+def test_a_folder_without_heads_of_keys_is_refused_by_path(tmp_path):
     shards = convert(
         ConversionRequest(write_model("llama", tmp_path / "model"), tmp_path, 1, "fp32")
     ).ft_dir

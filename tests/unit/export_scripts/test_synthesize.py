@@ -30,7 +30,7 @@ def write(folder: Path, name: str, *, tp_size: int = 1, sparse: bool = False) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path: Path) -> None:
+def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path):
     one, two = (write(tmp_path, name, tp_size=tp_size) for tp_size in (1, 2))
     assert validate_directory(one) == validate_directory(two) == []
     whole, cut = FTReader(one), FTReader(two)
@@ -42,12 +42,12 @@ def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_logits_of_decoders_are_finite(name: str, tmp_path: Path) -> None:
+def test_logits_of_decoders_are_finite(name: str, tmp_path):
     with Engine(write(tmp_path, name), Placement(device="cpu")) as engine:
         assert torch.isfinite(torch.as_tensor(prompt_logits(engine, [1, 2, 3]))).all()
 
 
-def test_sparse_matrices_take_no_space(tmp_path: Path) -> None:
+def test_sparse_matrices_take_no_space(tmp_path):
     family = FAMILIES["gptj"]
     config = synthetic_config(family, hidden=512, layers=1, heads=4, vocab=50400)
     folder = synthesize(family, config, tmp_path, sparse=True)
@@ -56,9 +56,7 @@ def test_sparse_matrices_take_no_space(tmp_path: Path) -> None:
     assert embedding.st_blocks * 512 < embedding.st_size / 100
 
 
-def test_the_command_reports_problems_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_problems_and_leaves_nothing(tmp_path, capsys):
     sizes = ["--family", "llama", "--hidden", "32", "--layers", "1", "--heads", "4"]
     output = ["--vocab", "64", "--output-dir", str(tmp_path / "out")]
     assert main([*sizes, *output, "--tensor-model-parallel-size", "3"]) == 1

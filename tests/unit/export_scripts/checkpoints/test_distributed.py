@@ -134,16 +134,14 @@ def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
     [{"prefix": "module."}, {"stacked": False, "prefix": "model.module."}, {"cut": False}],
     ids=["stacked", "by layer", "uncut"],
 )
-def test_every_form_gives_the_classic_folder(
-    state: Tensors, tmp_path: Path, form: dict[str, Any]
-) -> None:
+def test_every_form_gives_the_classic_folder(state, tmp_path, form: dict[str, Any]):
     source = write(tmp_path / "iter_0000007", state, **form)
     for tp_size in (1, 2):
         found = contents(converted(source, tmp_path / "out", tp_size))
         assert found == classic(state, tmp_path, tp_size)
 
 
-def test_a_source_has_more_files_than_may_be_open_at_first(state: Tensors, tmp_path: Path) -> None:
+def test_a_source_has_more_files_than_may_be_open_at_first(state, tmp_path):
     source = write(tmp_path / "iter_0000007", state, stacked=False, threads=30)
     assert sum(file.is_file() for file in source.rglob("*")) > 20
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -156,7 +154,7 @@ def test_a_source_has_more_files_than_may_be_open_at_first(state: Tensors, tmp_p
     assert found == classic(state, tmp_path)
 
 
-def test_bf16_is_kept_bit_by_bit(state: Tensors, tmp_path: Path) -> None:
+def test_bf16_is_kept_bit_by_bit(state, tmp_path):
     small = {name: tensor.bfloat16() for name, tensor in state.items()}
     source = write(tmp_path / "iter_0000007", small)
     out = converted(source, tmp_path / "out", weight_data_type="bf16")
@@ -164,7 +162,7 @@ def test_bf16_is_kept_bit_by_bit(state: Tensors, tmp_path: Path) -> None:
     assert head == small["output_layer.weight"].view(torch.uint8).numpy().tobytes()
 
 
-def test_chunks_need_not_match_ranks(state: Tensors, tmp_path: Path) -> None:
+def test_chunks_need_not_match_ranks(state, tmp_path):
     """As fully sharded training leaves them: along the first axis, of unequal size."""
     folder = tmp_path / "iter_0000007"
     write(folder, state, stacked=False)
@@ -181,7 +179,7 @@ def test_chunks_need_not_match_ranks(state: Tensors, tmp_path: Path) -> None:
     assert contents(converted(folder, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
 
 
-def test_arguments_may_lie_in_the_index(state: Tensors, tmp_path: Path) -> None:
+def test_arguments_may_lie_in_the_index(state, tmp_path):
     """Newer versions of megatron-core write no common.pt."""
     folder = tmp_path / "iter_0000007"
     folder.mkdir()
@@ -192,7 +190,7 @@ def test_arguments_may_lie_in_the_index(state: Tensors, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("common", [True, False])
-def test_torch_may_have_saved_it_alone(state: Tensors, tmp_path: Path, common: bool) -> None:
+def test_torch_may_have_saved_it_alone(state, tmp_path, common: bool):
     """As Megatron-FSDP does: arguments are objects of the index, and metadata.json is not there."""
     apart = dict(state)
     for layer in range(2):
@@ -209,7 +207,7 @@ def test_torch_may_have_saved_it_alone(state: Tensors, tmp_path: Path, common: b
     assert contents(converted(folder, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
 
 
-def test_the_index_may_be_of_megatron_core_s_own_class(state: Tensors, tmp_path: Path) -> None:
+def test_the_index_may_be_of_megatron_core_s_own_class(state, tmp_path):
     folder = write(tmp_path / "iter_0000007", state)
     from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 
@@ -220,7 +218,7 @@ def test_the_index_may_be_of_megatron_core_s_own_class(state: Tensors, tmp_path:
     assert contents(converted(folder, tmp_path / "out")) == classic(state, tmp_path)
 
 
-def test_the_latest_iteration_of_a_run_is_taken(state: Tensors, tmp_path: Path) -> None:
+def test_the_latest_iteration_of_a_run_is_taken(state, tmp_path):
     write(tmp_path / "run" / "iter_0000007", state)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7\n")
     facts = describe(tmp_path / "run")
@@ -233,7 +231,7 @@ def test_the_latest_iteration_of_a_run_is_taken(state: Tensors, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["tar", "gzip", "folder", "weights of the folder"])
-def test_nemo_archives_hold_distributed_weights(state: Tensors, tmp_path: Path, kind: str) -> None:
+def test_nemo_archives_hold_distributed_weights(state, tmp_path, kind: str):
     folder = tmp_path / "unpacked"
     write(folder / "model_weights", state, prefix="model.", common={"step": 1})
     write_json(folder / "model_config.yaml", CORE)
@@ -245,7 +243,7 @@ def test_nemo_archives_hold_distributed_weights(state: Tensors, tmp_path: Path, 
     assert contents(converted(source, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
 
 
-def test_the_newest_last_checkpoint_of_a_nemo_run_is_taken(state: Tensors, tmp_path: Path) -> None:
+def test_the_newest_last_checkpoint_of_a_nemo_run_is_taken(state, tmp_path):
     run = tmp_path / "checkpoints"
     common = {"hyper_parameters": {"cfg": CORE}, "global_step": 1}
     older = {name: tensor + 1 for name, tensor in state.items()}
@@ -273,7 +271,7 @@ def write_nemo2(folder: Path, state: Tensors, *, stacked: bool = True, **changes
 
 
 @pytest.mark.parametrize("named", ["", "weights"])
-def test_nemo_2_checkpoints_become_folders(state: Tensors, tmp_path: Path, named: str) -> None:
+def test_nemo_2_checkpoints_become_folders(state, tmp_path, named: str):
     source = write_nemo2(tmp_path / "model-last", state) / named
     ft = FTReader(converted(source, tmp_path / "out", 2))
     config = ft.config
@@ -289,7 +287,7 @@ def test_nemo_2_checkpoints_become_folders(state: Tensors, tmp_path: Path, named
     }
 
 
-def test_llama_31_scaling_of_nemo_2_is_carried(state: Tensors, tmp_path: Path) -> None:
+def test_llama_31_scaling_of_nemo_2_is_carried(state, tmp_path):
     scaling: dict[str, Any] = {"scale_factor": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     source = write_nemo2(tmp_path / "model", state, old_context_len=4096, **scaling)
     config = FTReader(converted(source, tmp_path / "out")).config
@@ -299,7 +297,7 @@ def test_llama_31_scaling_of_nemo_2_is_carried(state: Tensors, tmp_path: Path) -
     assert config.rotary_original_max_position_embeddings == 4096
 
 
-def test_nemo_2_models_that_compute_more_are_refused(state: Tensors, tmp_path: Path) -> None:
+def test_nemo_2_models_that_compute_more_are_refused(state, tmp_path):
     source = write_nemo2(tmp_path / "model", state)
     path = source / "context" / "model.yaml"
     path.write_text(path.read_text().replace("LlamaModel", "GemmaModel"))
@@ -308,7 +306,7 @@ def test_nemo_2_models_that_compute_more_are_refused(state: Tensors, tmp_path: P
     assert "lacks context/model.yaml" in refusal(source, tmp_path)
 
 
-def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: Path) -> None:
+def test_tokens_of_an_absent_tokenizer_are_asked_for(state, tmp_path):
     args = megatron_common(**ARGS, tokenizer_type="HuggingFaceTokenizer")
     source = write(tmp_path / "iter_0000007", state, common=args)
     assert "start_id and end_id are unknown" in refusal(source, tmp_path)
@@ -318,7 +316,7 @@ def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: P
     assert (config.start_id, config.end_id) == (1, 2)
 
 
-def test_a_checkpoint_without_sizes_is_refused(state: Tensors, tmp_path: Path) -> None:
+def test_a_checkpoint_without_sizes_is_refused(state, tmp_path):
     source = write(tmp_path / "iter_0000007", state, common={"iteration": 7})
     assert "does not state its model's sizes" in refusal(source, tmp_path)
 
@@ -377,14 +375,14 @@ def point_outside(folder: Path) -> None:
     ],
 )
 def test_damaged_torch_dist_folders_are_refused(
-    state: Tensors, tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+    state, tmp_path, damage: Callable[[Path], None], words: str
+):
     source = write(tmp_path / "iter_0000007", state)
     damage(source)
     assert words in refusal(source, tmp_path)
 
 
-def test_chunks_that_do_not_fit_together_are_refused(state: Tensors, tmp_path: Path) -> None:
+def test_chunks_that_do_not_fit_together_are_refused(state, tmp_path):
     head, table = "output_layer.weight", "embedding.word_embeddings.weight"
     norm = "decoder.final_layernorm.weight"
     folder = write_distributed(
@@ -406,9 +404,7 @@ def test_chunks_that_do_not_fit_together_are_refused(state: Tensors, tmp_path: P
     assert f"{norm}: a chunk of [24] at [5] reaches beyond [24]" in text
 
 
-def test_missing_unknown_and_misshaped_tensors_are_reported_together(
-    state: Tensors, tmp_path: Path
-) -> None:
+def test_missing_unknown_and_misshaped_tensors_are_reported_together(state, tmp_path):
     del state["decoder.layers.1.mlp.linear_fc2.weight"]
     state["decoder.layers.0.mlp.router.weight"] = torch.ones(3)
     state["decoder.final_layernorm.weight"] = torch.ones(25)
@@ -418,15 +414,13 @@ def test_missing_unknown_and_misshaped_tensors_are_reported_together(
     assert "decoder.final_layernorm.weight [25] does not make model.final_layernorm" in text
 
 
-def test_values_that_are_no_numbers_are_refused(state: Tensors, tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_are_refused(state, tmp_path):
     state["decoder.layers.1.mlp.linear_fc1.weight"][60, 3] = float("nan")
     text = refusal(write(tmp_path / "iter_0000007", state), tmp_path)
     assert "model.layers.1.mlp.dense_h_to_4h_2.weight: the checkpoint holds 1 values" in text
 
 
-def test_bytes_that_changed_since_they_were_saved_are_refused(
-    state: Tensors, tmp_path: Path
-) -> None:
+def test_bytes_that_changed_since_they_were_saved_are_refused(state, tmp_path):
     source = write(tmp_path / "iter_0000007", state)
     value = struct.pack("<f", float(np.float32(state["output_layer.weight"][40, 7])))
     changed = 0

@@ -29,7 +29,7 @@ def write_layers(folder: Path, *, ranks: int = 2, numbers: tuple[int, ...] = (2,
     return step
 
 
-def test_layers_are_numbered_from_the_first_transformer_file(tmp_path: Path) -> None:
+def test_layers_are_numbered_from_the_first_transformer_file(tmp_path):
     write_layers(tmp_path)
     index = open_eleuther(tmp_path)
     pieces = index.tensors["layers.1.attention.query_key_value.weight"]
@@ -37,20 +37,20 @@ def test_layers_are_numbered_from_the_first_transformer_file(tmp_path: Path) -> 
     assert values == pytest.approx([3.0, 3.1])
 
 
-def test_norm_and_head_are_found_by_their_keys_whatever_their_numbers(tmp_path: Path) -> None:
+def test_norm_and_head_are_found_by_their_keys_whatever_their_numbers(tmp_path):
     write_layers(tmp_path)
     assert {"final.norm.weight", "final.final_linear.weight"} <= set(
         open_eleuther(tmp_path).tensors
     )
 
 
-def test_a_tensor_with_a_number_for_its_name_is_named_by_it(tmp_path: Path) -> None:
+def test_a_tensor_with_a_number_for_its_name_is_named_by_it(tmp_path):
     step = write_layers(tmp_path, ranks=1)
     torch.save({7: torch.zeros(1)}, step / "layer_12-model_00-model_states.pt")
     assert "final.7" in open_eleuther(tmp_path).tensors
 
 
-def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
+def test_step_folder_itself_is_accepted(tmp_path):
     step = write_layers(tmp_path)
     assert layer_directory(step) == step
     assert not open_eleuther(step).remarks
@@ -65,8 +65,8 @@ def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_missing_or_impossible_ranks_are_named(
-    file: str, renamed: str, words: str, tmp_path: Path
-) -> None:
+    file: str, renamed: str, words: str, tmp_path
+):
     step = write_layers(tmp_path)
     (step / f"{file}-model_states.pt").rename(step / f"{renamed}-model_states.pt")
     with pytest.raises(CheckpointMismatchError, match=words):
@@ -82,8 +82,8 @@ def test_files_of_missing_or_impossible_ranks_are_named(
     ],
 )
 def test_missing_ranks_and_layers_contradict_the_configuration_or_the_rest(
-    form: dict[str, Any], setting: str, words: str, tmp_path: Path
-) -> None:
+    form: dict[str, Any], setting: str, words: str, tmp_path
+):
     write_layers(tmp_path, **form)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "20B.yml").write_text(setting)
@@ -91,7 +91,7 @@ def test_missing_ranks_and_layers_contradict_the_configuration_or_the_rest(
         open_eleuther(tmp_path)
 
 
-def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
+def test_ranks_with_different_keys_are_refused(tmp_path):
     step = write_layers(tmp_path)
     torch.save({"norm.bias": torch.zeros(4)}, step / "layer_09-model_01-model_states.pt")
     with pytest.raises(
@@ -103,9 +103,7 @@ def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"), [("a: [", "is not YAML"), ("- a", "is not a table"), ("# empty", "")]
 )
-def test_configuration_that_is_not_a_table_is_refused(
-    text: str, reason: str, tmp_path: Path
-) -> None:
+def test_configuration_that_is_not_a_table_is_refused(text: str, reason: str, tmp_path):
     write_layers(tmp_path)
     path = tmp_path / "configs" / "20B.yml"
     path.parent.mkdir()
@@ -115,7 +113,7 @@ def test_configuration_that_is_not_a_table_is_refused(
         open_eleuther(tmp_path)
 
 
-def test_layers_of_bloom_are_named(tmp_path: Path) -> None:
+def test_layers_of_bloom_are_named(tmp_path):
     layer = {"self_attention.query_key_value.weight": torch.ones(6, 2)}
     torch.save(layer, tmp_path / "layer_03-model_00-model_states.pt")
     with pytest.raises(CheckpointMismatchError, match="GPT or BLOOM"):

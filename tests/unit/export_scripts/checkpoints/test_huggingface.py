@@ -45,7 +45,7 @@ def values(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_single_and_indexed_files_read_alike(tmp_path: Path, suffix: str, indexed: bool) -> None:
+def test_single_and_indexed_files_read_alike(tmp_path, suffix: str, indexed: bool):
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     files = {f"{stem}.{suffix}": TENSORS}
     if indexed:
@@ -58,12 +58,12 @@ def test_single_and_indexed_files_read_alike(tmp_path: Path, suffix: str, indexe
     assert_equal_tensors(found, TENSORS)
 
 
-def test_safetensors_is_preferred(tmp_path: Path) -> None:
+def test_safetensors_is_preferred(tmp_path):
     files = {"model.safetensors": TENSORS, "pytorch_model.bin": {"other": torch.ones(1)}}
     assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
 
 
-def test_shards_without_an_index_are_all_taken(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_all_taken(tmp_path):
     files = {
         "model-00001-of-00002.safetensors": {"a": TENSORS["a"]},
         "model-00002-of-00002.safetensors": {"b.c": TENSORS["b.c"]},
@@ -96,9 +96,7 @@ BOTH = {"a": "model-1.safetensors", "b.c": "model-2.safetensors"}
          "'m10001', 'm10002' and 49992 more"),
     ],
 )  # fmt: skip
-def test_every_name_of_an_index_that_is_no_shard_is_refused(
-    tmp_path: Path, names: list[Any], shown: str
-) -> None:
+def test_every_name_of_an_index_that_is_no_shard_is_refused(tmp_path, names: list[Any], shown: str):
     path = indexed(tmp_path / "m", {**BOTH, **{f"t{i}": name for i, name in enumerate(names)}})
     with pytest.raises(CheckpointMismatchError) as caught:
         values(path)
@@ -108,12 +106,12 @@ def test_every_name_of_an_index_that_is_no_shard_is_refused(
 
 
 @pytest.mark.parametrize("weight_map", [{}, ["model-1.safetensors"], None])
-def test_an_index_without_tensors_is_refused(tmp_path: Path, weight_map: Any) -> None:
+def test_an_index_without_tensors_is_refused(tmp_path, weight_map: Any):
     with pytest.raises(CheckpointMismatchError, match="has no weight_map of tensors; copy it"):
         values(indexed(tmp_path / "m", weight_map))
 
 
-def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path):
     path = indexed(
         tmp_path / "m",
         {"a": "model-2.safetensors", "b.c": "model-2.safetensors", "d": "model-1.safetensors"},
@@ -125,13 +123,13 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> N
     assert f"{path}: no file holds d" in lost
 
 
-def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path: Path) -> None:
+def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path):
     """The first as transformers, the second as safetensors' converter of torch files leaves it."""
     weight_map = {"b.c": BOTH["b.c"], "lm_head.weight": "model-1.safetensors"}
     assert values(indexed(tmp_path / "m", weight_map)).keys() == TENSORS.keys()
 
 
-def test_an_index_may_name_what_wrapped_the_model(tmp_path: Path) -> None:
+def test_an_index_may_name_what_wrapped_the_model(tmp_path):
     files = {"pytorch_model-1.bin": {"module.a": TENSORS["a"]}}
     path = folder(tmp_path / "m", {**files, "pytorch_model.bin.index.json": index_of(files)})
     assert values(path).keys() == {"a"}
@@ -141,9 +139,7 @@ def test_an_index_may_name_what_wrapped_the_model(tmp_path: Path) -> None:
     "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."]
 )
 @pytest.mark.parametrize("indexed", [False, True])
-def test_what_wrapped_the_model_is_not_a_part_of_names(
-    tmp_path: Path, prefix: str, indexed: bool
-) -> None:
+def test_what_wrapped_the_model_is_not_a_part_of_names(tmp_path, prefix: str, indexed: bool):
     tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
     files = {"model-1.safetensors": tensors}
     if indexed:
@@ -151,14 +147,14 @@ def test_what_wrapped_the_model_is_not_a_part_of_names(
     assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
 
 
-def test_what_wrapped_a_layer_is_not_a_part_of_names(tmp_path: Path) -> None:
+def test_what_wrapped_a_layer_is_not_a_part_of_names(tmp_path):
     name = "b._checkpoint_wrapped_module._orig_mod.c"
     files = {"model.safetensors": {name: TENSORS["b.c"]}}
     assert values(folder(tmp_path / "m", files)).keys() == {"b.c"}
 
 
 @pytest.mark.parametrize("place", ["header", "index"])
-def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path: Path, place: str) -> None:
+def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path, place: str):
     """save_model names tied tensors that it leaves out in the header; in shards, the index does."""
     aliases = {"format": "pt", "tied": "a"}
     path = folder(tmp_path / "m", {})
@@ -173,13 +169,13 @@ def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path: Path, place: s
     assert torch.equal(found["tied"], TENSORS["a"])
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
     files = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"a": TENSORS["a"]}}
     with pytest.raises(CheckpointMismatchError, match="tensor a is in both model-1"):
         values(folder(tmp_path / "m", files))
 
 
-def test_every_damaged_shard_is_named(tmp_path: Path) -> None:
+def test_every_damaged_shard_is_named(tmp_path):
     path = folder(
         tmp_path / "m", {f"model-{i}.safetensors": {f"t{i}": TENSORS["a"]} for i in "123"}
     )
@@ -192,13 +188,13 @@ def test_every_damaged_shard_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path):
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
     (path / "config.json").write_bytes(b'\xef\xbb\xbf{"model_type": "gpt2", "n": "\xc3\xa9"}')
     assert open_checkpoint(path).config == {"model_type": "gpt2", "n": "\u00e9"}
 
 
-def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_reported(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="but no weights; expected one of"):
         values(folder(tmp_path / "m", {}))
 
@@ -241,7 +237,7 @@ def framed(header: bytes, size: int = 12) -> bytes:
         ),
     ],
 )  # fmt: skip
-def test_a_file_that_safetensors_refuses_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_safetensors_refuses_is_refused(tmp_path, data: bytes):
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(CheckpointMismatchError, match=rf"^{path} is truncated or damaged"):
@@ -257,9 +253,7 @@ def test_a_file_that_safetensors_refuses_is_refused(tmp_path: Path, data: bytes)
     ],
     ids=["cut off", "more at the end", "more in between"],
 )
-def test_a_file_of_another_length_is_reported(
-    tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
+def test_a_file_of_another_length_is_reported(tmp_path, change: Callable[[bytes], bytes]):
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
@@ -277,8 +271,8 @@ def test_a_file_of_another_length_is_reported(
 )
 @pytest.mark.parametrize("configured", [True, False])
 def test_weights_in_another_form_are_named_with_the_remedy(
-    tmp_path: Path, name: str, words: str, configured: bool
-) -> None:
+    tmp_path, name: str, words: str, configured: bool
+):
     path = folder(tmp_path / "m", {})
     (path / name).write_bytes(b"x")
     if not configured:
@@ -287,14 +281,14 @@ def test_weights_in_another_form_are_named_with_the_remedy(
         open_checkpoint(path)
 
 
-def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path):
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n")
     with pytest.raises(CheckpointMismatchError, match=r"Git LFS pointer .* git lfs pull"):
         values(path.parent)
 
 
-def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_nested_without_end_is_refused(tmp_path):
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
     (path / "config.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(CheckpointMismatchError, match=r"config\.json is not a JSON object"):
@@ -302,7 +296,7 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_a_table_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+def test_a_table_that_is_far_too_large_is_not_read(tmp_path, name: str):
     path = folder(tmp_path / "m", {"part.safetensors": TENSORS})
     with (path / name).open("wb") as file:
         file.truncate(1 << 40)
@@ -316,7 +310,7 @@ def with_header(path: Path, header: bytes) -> Path:
     return file
 
 
-def test_all_tensors_of_unknown_types_are_named(tmp_path: Path) -> None:
+def test_all_tensors_of_unknown_types_are_named(tmp_path):
     entries = {
         name: {"dtype": kind, "shape": [4], "data_offsets": [at, at + 4]}
         for at, name, kind in ((0, "a", "F8_E5M2"), (4, "b", "U8"), (8, "c", "F8_E8M0"))
@@ -330,14 +324,14 @@ def test_all_tensors_of_unknown_types_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_named_twice_is_refused(tmp_path):
     """By the format's description; safetensors itself takes the last."""
     file = with_header(tmp_path / "m", f'{_TEXT[:-1]}, "a": {json.dumps(ENTRY)}}}'.encode())
     with pytest.raises(CheckpointMismatchError, match="it names 'a' twice"):
         values(file.parent)
 
 
-def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> None:
+def test_tokenizer_files_are_found_under_their_target_names(tmp_path):
     files = {"model.safetensors": TENSORS, "spiece.model": "x", "tokenizer_config.json": {}}
     names = list(open_checkpoint(folder(tmp_path / "m", files)).tokenizer)
     assert sorted(names) == ["tokenizer.model", "tokenizer_config.json"]
@@ -358,15 +352,13 @@ def cache(root: Path, *names: str, main: str | None = None) -> Path:
     [(("a",), None, "a"), (("a",), "gone", "a"), (("a", "b"), "b", "b"), (("a", "b"), "a\n", "a")],
 )
 def test_root_of_a_cache_stands_for_its_main_or_only_snapshot(
-    tmp_path: Path, names: tuple[str, ...], main: str | None, taken: str
-) -> None:
+    tmp_path, names: tuple[str, ...], main: str | None, taken: str
+):
     assert set(values(cache(tmp_path / "models--org--name", *names, main=main))) == {taken}
 
 
 @pytest.mark.parametrize("main", [None, "gone", "../../elsewhere"])
-def test_root_of_a_cache_with_several_snapshots_names_them(
-    tmp_path: Path, main: str | None
-) -> None:
+def test_root_of_a_cache_with_several_snapshots_names_them(tmp_path, main: str | None):
     root = cache(tmp_path / "models--org--name", "a", "b", main=main)
     with pytest.raises(ValueError, match="give a snapshot in it") as caught:
         open_checkpoint(root)
@@ -378,13 +370,13 @@ def test_root_of_a_cache_with_several_snapshots_names_them(
     [torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "step": 1}, [torch.ones(2)]],
     ids=["module", "module in a state", "list"],
 )
-def test_a_whole_module_is_refused_with_the_remedy(tmp_path: Path, content: Any) -> None:
+def test_a_whole_module_is_refused_with_the_remedy(tmp_path, content: Any):
     path = folder(tmp_path / "m", {"pytorch_model.bin": content})
     with pytest.raises(CheckpointMismatchError, match=r"bin holds no tensors by name.*state_dict"):
         values(path)
 
 
-def test_a_negated_view_is_not_read_with_its_stored_signs(tmp_path: Path) -> None:
+def test_a_negated_view_is_not_read_with_its_stored_signs(tmp_path):
     negated = torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
     assert negated.is_neg()
     path = folder(tmp_path / "m", {"pytorch_model.bin": {"a": negated}})
@@ -392,7 +384,7 @@ def test_a_negated_view_is_not_read_with_its_stored_signs(tmp_path: Path) -> Non
         values(path)
 
 
-def test_an_adapter_next_to_a_model_is_left_out_with_a_remark(tmp_path: Path) -> None:
+def test_an_adapter_next_to_a_model_is_left_out_with_a_remark(tmp_path):
     adapter = {"base_model.model.a.lora_A.weight": torch.ones(1, 3)}
     files = {"model.safetensors": TENSORS, "adapter_model.safetensors": adapter}
     reader = open_checkpoint(folder(tmp_path / "m", files))

@@ -30,7 +30,7 @@ def write_release(folder: Path, *, shards: int = 2, arrays: int = ARRAYS, parts:
     return step
 
 
-def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Path) -> None:
+def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path):
     index = open_jax(write_release(tmp_path))
 
     def first(key: str, shard: int = 0) -> float:
@@ -46,7 +46,7 @@ def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Pa
     assert len(index.tensors) == ARRAYS
 
 
-def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
+def test_two_byte_void_arrays_are_bfloat16(tmp_path):
     import torch
 
     step = tmp_path / "step_1" / "shard_0"
@@ -60,13 +60,13 @@ def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
     assert tensor.tolist() == [1.5, -2.0]
 
 
-def test_folder_above_the_step_is_accepted_and_says_which_step(tmp_path: Path) -> None:
+def test_folder_above_the_step_is_accepted_and_says_which_step(tmp_path):
     write_release(tmp_path)
     index = open_jax(tmp_path)
     assert index.remarks == (f"step_7 of {tmp_path} is read",)
 
 
-def test_other_folders_are_not_a_release(tmp_path: Path) -> None:
+def test_other_folders_are_not_a_release(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert step_directory(tmp_path) is None
 
@@ -79,9 +79,7 @@ def test_other_folders_are_not_a_release(tmp_path: Path) -> None:
         ({"arrays": ARRAYS - 1}, "", f"shard_0 holds {ARRAYS - 1} arrays"),
     ],
 )
-def test_missing_parts_are_named(
-    form: dict[str, int], lost: str, words: str, tmp_path: Path
-) -> None:
+def test_missing_parts_are_named(form: dict[str, int], lost: str, words: str, tmp_path):
     step = write_release(tmp_path, **form)
     if lost:
         (step / lost).unlink()
@@ -89,14 +87,14 @@ def test_missing_parts_are_named(
         open_jax(step)
 
 
-def test_a_shard_that_no_release_has_is_refused(tmp_path: Path) -> None:
+def test_a_shard_that_no_release_has_is_refused(tmp_path):
     step = write_release(tmp_path)
     (step / "shard_1").rename(step / "shard_1999999999")
     with pytest.raises(CheckpointMismatchError, match="has a shard 1999999999"):
         open_jax(step)
 
 
-def test_cut_off_file_is_named(tmp_path: Path) -> None:
+def test_cut_off_file_is_named(tmp_path):
     step = write_release(tmp_path)
     file = step / "shard_0" / "1.npz"
     file.write_bytes(file.read_bytes()[:-200])
@@ -112,9 +110,7 @@ def test_cut_off_file_is_named(tmp_path: Path) -> None:
     ],
     ids=["objects", "compressed"],
 )
-def test_arrays_of_other_forms_are_refused(
-    write: Any, array: np.ndarray, words: str, tmp_path: Path
-) -> None:
+def test_arrays_of_other_forms_are_refused(write: Any, array: np.ndarray, words: str, tmp_path):
     step = tmp_path / "step_1" / "shard_0"
     step.mkdir(parents=True)
     write(step / "0.npz", array)
@@ -134,9 +130,7 @@ def test_arrays_of_other_forms_are_refused(
     ],
     ids=["a table", "a sum", "signs", "cut off", "indented", "arrays in an array"],
 )
-def test_headers_of_something_else_are_refused(
-    tmp_path: Path, header: bytes, reported: str
-) -> None:
+def test_headers_of_something_else_are_refused(tmp_path, header: bytes, reported: str):
     step = write_release(tmp_path, shards=1, parts=1)
     with zipfile.ZipFile(step / "shard_0" / "0.npz", "w") as archive:
         length = len(header).to_bytes(2, "little")
@@ -145,7 +139,7 @@ def test_headers_of_something_else_are_refused(
         open_jax(step)
 
 
-def test_model_configuration_next_to_the_step_is_read(tmp_path: Path) -> None:
+def test_model_configuration_next_to_the_step_is_read(tmp_path):
     write_release(tmp_path)
     (tmp_path / "6B_roto_256.json").write_text('{"n_heads": 16, "pe_rotary_dims": 64}')
     assert open_jax(tmp_path).config == {"n_heads": 16, "pe_rotary_dims": 64}

@@ -110,15 +110,13 @@ def write_parts(
 
 
 @pytest.mark.parametrize("depths", [(1, 1, 1, 1), (2, 1, 0, 1), (0, 1, 3, 0)])
-def test_parts_of_an_interleaved_schedule_are_put_in_order(
-    state: Tensors, tmp_path: Path, depths: Sequence[int]
-) -> None:
+def test_parts_of_an_interleaved_schedule_are_put_in_order(state, tmp_path, depths: Sequence[int]):
     """Uneven parts are those of --pipeline-model-parallel-layout and of shorter ends."""
     source = write_parts(tmp_path / "run", state, depths, 2)
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
 
 
-def test_parts_that_the_arguments_do_not_state_are_refused(state: Tensors, tmp_path: Path) -> None:
+def test_parts_that_the_arguments_do_not_state_are_refused(state, tmp_path):
     source = write_parts(
         tmp_path / "run", state, (1, 1, 1, 1), 2, virtual_pipeline_model_parallel_size=4
     )
@@ -137,9 +135,7 @@ def write_hybrid(folder: Path, tensors: Tensors, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(
-    state: Tensors, tmp_path: Path, prefix: str
-) -> None:
+def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(state, tmp_path, prefix: str):
     """Stages do not matter, and what predicts further tokens is left out."""
     tensors = hybrid(state) | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 4)}
     pattern = "*-*-|*-*-/*-/*-"
@@ -158,13 +154,13 @@ def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(
     assert f"HybridModel, 4 blocks: {pattern}" in notes
 
 
-def test_stages_of_a_hybrid_model_may_cut_through_blocks(state: Tensors, tmp_path: Path) -> None:
+def test_stages_of_a_hybrid_model_may_cut_through_blocks(state, tmp_path):
     pattern = {"hybrid_layer_pattern": "*|-*-|*-*|-", "num_layers": 2 * LAYERS}
     source = write_parts(tmp_path / "run", hybrid(state), (1, 3, 3, 1), 2, **pattern)
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
 
 
-def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path: Path) -> None:
+def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state, tmp_path):
     provider = "megatron.bridge.models.hybrid.hybrid_provider."
     own = {
         "_target_": f"{provider}HybridModelProvider", "num_layers": 2 * LAYERS,
@@ -211,15 +207,13 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state: Tensors, tmp_path
     ],
 )
 def test_other_hybrid_models_are_refused_by_name(
-    state: Tensors, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+    state, tmp_path, changes: dict[str, Any], words: str
+):
     source = write_hybrid(tmp_path / "iter_0000007", hybrid(state), **changes)
     assert words in refusal(source, tmp_path)
 
 
-def test_layers_of_another_kind_than_the_pattern_says_are_refused(
-    state: Tensors, tmp_path: Path
-) -> None:
+def test_layers_of_another_kind_than_the_pattern_says_are_refused(state, tmp_path):
     swapped = {
         name.replace("layers.2.", "layers.x.").replace("layers.3.", "layers.2."): tensor
         for name, tensor in hybrid(state).items()
@@ -241,19 +235,19 @@ def test_layers_of_another_kind_than_the_pattern_says_are_refused(
     ],
 )
 def test_settings_of_each_layer_are_those_of_attention(
-    state: Tensors,
-    tmp_path: Path,
+    state,
+    tmp_path,
     settings: dict[str, Any],
     windows: tuple[int, ...] | None,
     rotary: tuple[int, ...] | None,
-) -> None:
+):
     source = write_hybrid(tmp_path / "iter_0000007", hybrid(state), **settings)
     config = FTReader(converted(source, tmp_path / "out", TP)).config
     assert isinstance(config, DenseConfig)
     assert (config.sliding_layers, config.rotary_layers) == (windows, rotary)
 
 
-def test_experts_of_a_hybrid_model_are_those_of_a_mixture(tmp_path: Path) -> None:
+def test_experts_of_a_hybrid_model_are_those_of_a_mixture(tmp_path):
     attention = {"self_attention.linear_qkv.weight": torch.ones(2, 2)}
     experts = {"mlp.router.weight": torch.ones(2, 2), "pre_mlp_layernorm.weight": torch.ones(2)}
     tensors = {
@@ -290,9 +284,7 @@ def legacy(state: Tensors, changes: Mapping[str, str]) -> Tensors:
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "norm"])
-def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(
-    state: Tensors, tmp_path: Path, norm: str
-) -> None:
+def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path, norm: str):
     source = write_parts(tmp_path / "run", state, (2, 2), 2)
     for file in source.glob("*/*.pt"):
         content = torch.load(file, weights_only=False)
@@ -302,9 +294,7 @@ def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(
 
 
 @pytest.mark.parametrize("activation", ["fast-swiglu", "swiglu"])
-def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(
-    state: Tensors, tmp_path: Path, activation: str
-) -> None:
+def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(state, tmp_path, activation: str):
     """Only one of its spellings of a gate keeps both halves in one tensor."""
     tensors = legacy(state, LEGACY)
     if activation == "swiglu":
@@ -321,9 +311,7 @@ def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
 
 
-def test_rows_of_an_older_order_are_refused_with_rotary_positions(
-    state: Tensors, tmp_path: Path
-) -> None:
+def test_rows_of_an_older_order_are_refused_with_rotary_positions(state, tmp_path):
     folder = tmp_path / "run" / "mp_rank_00"
     folder.mkdir(parents=True)
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -335,7 +323,7 @@ def test_rows_of_an_older_order_are_refused_with_rotary_positions(
     assert "'checkpoint_version': 1.0" in refusal(folder.parent, tmp_path)
 
 
-def test_a_gpt_s_norms_are_read_by_either_name(tmp_path: Path) -> None:
+def test_a_gpt_s_norms_are_read_by_either_name(tmp_path):
     tensors = gpt_tensors()
     newer = {name.replace("layernorm", "norm"): tensor for name, tensor in tensors.items()}
     older = write_megatron(tmp_path / "older", tensors)

@@ -34,14 +34,14 @@ def norm_of(path: Path, name: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["gpt--step=100.ckpt", "gpt--step=100", "*step=100*"])
-def test_weights_of_a_run_are_chosen_by_name_or_pattern(tmp_path: Path, name: str) -> None:
+def test_weights_of_a_run_are_chosen_by_name_or_pattern(tmp_path, name: str):
     run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
     assert norm_of(run, name) == gpt_tensors(seed=0)[NORM].tolist()
     for last in (None, "latest"):
         assert norm_of(run, last) == gpt_tensors(seed=1)[NORM].tolist()
 
 
-def test_a_name_that_fits_none_or_several_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_fits_none_or_several_is_refused(tmp_path):
     run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
     with pytest.raises(ValueError, match=r"step=7 is none of its checkpoints; it has gpt--step=1"):
         open_checkpoint(run, name="step=7")
@@ -49,7 +49,7 @@ def test_a_name_that_fits_none_or_several_is_refused(tmp_path: Path) -> None:
         open_checkpoint(run, name="gpt--step=*.ckpt")
 
 
-def test_archives_of_a_folder_are_chosen_by_name(tmp_path: Path) -> None:
+def test_archives_of_a_folder_are_chosen_by_name(tmp_path):
     for number in (0, 1):
         write_nemo(tmp_path / f"gpt_{number}.nemo", gpt_tensors(seed=number))
     assert norm_of(tmp_path, "gpt_1.nemo") == gpt_tensors(seed=1)[NORM].tolist()
@@ -61,9 +61,7 @@ def test_archives_of_a_folder_are_chosen_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt.nemo", "g*", None])
-def test_a_check_unpacks_no_large_archive(
-    tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_unpacks_no_large_archive(tmp_path, name: str | None, monkeypatch):
     """However it is named: that takes minutes, in which the command seems to hang."""
     (tmp_path / "source").mkdir()
     source = write_nemo(tmp_path / "source/gpt.nemo", gzip=True)
@@ -76,7 +74,7 @@ def test_a_check_unpacks_no_large_archive(
     assert check_conversion(replace(request, prompt_checkpoints=(source,))) == []
 
 
-def test_another_format_has_no_names_within(tmp_path: Path) -> None:
+def test_another_format_has_no_names_within(tmp_path):
     source = write_model("gpt2", tmp_path / "source")
     with pytest.raises(
         ValueError, match="is a single huggingface checkpoint; it holds none named x"
@@ -85,7 +83,7 @@ def test_another_format_has_no_names_within(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """Return the cache of the hub, with one model; the working directory is elsewhere."""
     for name in ("HF_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -99,14 +97,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_an_id_stands_for_its_cached_folder(cache: Path) -> None:
+def test_an_id_stands_for_its_cached_folder(cache):
     folder = cache / "snapshots/0123abcd"
     assert cached_model(Path("someone/tiny-gpt2")) == folder
     assert cached_model(Path.cwd() / "someone/tiny-gpt2") == folder
     assert open_checkpoint(folder).tensors["transformer.wte.weight"]
 
 
-def test_a_path_is_never_taken_for_an_id(cache: Path, tmp_path: Path) -> None:
+def test_a_path_is_never_taken_for_an_id(cache, tmp_path):
     shutil.copytree(cache / "snapshots/0123abcd", Path("someone/tiny-gpt2"))
     assert cached_model(Path("someone/tiny-gpt2")) == Path("someone/tiny-gpt2")
     for text in ("/elsewhere/tiny-gpt2", "a/b/c", "gpt2.nemo", str(tmp_path / "x/y")):
@@ -115,7 +113,7 @@ def test_a_path_is_never_taken_for_an_id(cache: Path, tmp_path: Path) -> None:
         assert hub_advice(Path(text)) == ""
 
 
-def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache: Path) -> None:
+def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache):
     request = ConversionRequest(Path("someone/other"), Path("out"), 1, "fp32")
     (problem,) = request_problems(request)
     assert problem.startswith("--checkpoint-path=someone/other does not exist; ")
@@ -123,7 +121,7 @@ def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache: Path) -> No
     assert str(cache.parent) in problem
 
 
-def test_a_folder_of_one_checkpoint_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+def test_a_folder_of_one_checkpoint_is_not_taken_for_that_of_another(tmp_path):
     run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
     request = ConversionRequest(run, tmp_path / "out", 1, "fp32")
     convert(request)
@@ -132,7 +130,7 @@ def test_a_folder_of_one_checkpoint_is_not_taken_for_that_of_another(tmp_path: P
         convert(replace(request, checkpoint_name="gpt--step=100.ckpt"))
 
 
-def test_a_folder_of_one_family_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+def test_a_folder_of_one_family_is_not_taken_for_that_of_another(tmp_path):
     request = ConversionRequest(write_model("t5", tmp_path / "t5"), tmp_path / "out", 1, "fp32")
     assert convert(replace(request, model_type="t5")).family == "t5"
     with pytest.raises(ValueError, match="holds another conversion"):

@@ -13,7 +13,7 @@ def contents(source: Path, out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_names_behind_mixed_precision_wrappers_are_known(tmp_path: Path) -> None:
+def test_names_behind_mixed_precision_wrappers_are_known(tmp_path):
     tensors = gpt_tensors()
     wrapped = {
         name.replace("model.", "model.module.", 1): tensor for name, tensor in tensors.items()

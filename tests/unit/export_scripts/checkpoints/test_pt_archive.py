@@ -35,9 +35,7 @@ def save(path: Path, value: Any, *, legacy: bool = False) -> Path:
     "dtype",
     [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8],
 )
-def test_tensors_come_out_as_torch_loads_them(
-    tmp_path: Path, legacy: bool, dtype: torch.dtype
-) -> None:
+def test_tensors_come_out_as_torch_loads_them(tmp_path, legacy: bool, dtype: torch.dtype):
     tensor = (torch.arange(35).reshape(5, 7) * 3).to(dtype)
     tree = read_torch_file(save(tmp_path / "x.pt", {"a": {"b": tensor}}, legacy=legacy))
     assert torch.equal(loaded(tree["a"]["b"]), tensor)
@@ -45,7 +43,7 @@ def test_tensors_come_out_as_torch_loads_them(
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_views_keep_their_strides_and_offsets(tmp_path: Path, legacy: bool) -> None:
+def test_views_keep_their_strides_and_offsets(tmp_path, legacy: bool):
     base = torch.arange(60.0).reshape(6, 10)
     views = {
         "t": base.t(),
@@ -59,7 +57,7 @@ def test_views_keep_their_strides_and_offsets(tmp_path: Path, legacy: bool) -> N
         assert torch.equal(loaded(tree[name]), view), name
 
 
-def test_parameters_namespaces_and_ordered_dicts_are_plain_data(tmp_path: Path) -> None:
+def test_parameters_namespaces_and_ordered_dicts_are_plain_data(tmp_path):
     value = {
         "args": argparse.Namespace(heads=4, nested=argparse.Namespace(eps=1e-5)),
         "ordered": collections.OrderedDict(a=1),
@@ -75,7 +73,7 @@ def test_parameters_namespaces_and_ordered_dicts_are_plain_data(tmp_path: Path) 
     assert (tree["dtype"], tree["size"], tree["defaults"]) == ("bf16", [2, 3], {"x": [1]})
 
 
-def test_omegaconf_containers_are_plain_data(tmp_path: Path) -> None:
+def test_omegaconf_containers_are_plain_data(tmp_path):
     from omegaconf import OmegaConf
 
     config = {"a": 1, "list": [1, None, {"deep": "x"}], "none": None, "tokenizer": {"type": "T"}}
@@ -83,7 +81,7 @@ def test_omegaconf_containers_are_plain_data(tmp_path: Path) -> None:
     assert tree["cfg"] == config
 
 
-def test_tensors_saved_on_a_gpu_need_none(tmp_path: Path) -> None:
+def test_tensors_saved_on_a_gpu_need_none(tmp_path):
     """The location is a word in the pickle: rewrite it to a device that is not there."""
     source = zipfile.ZipFile(save(tmp_path / "cpu.pt", torch.ones(3)))
     with zipfile.ZipFile(tmp_path / "gpu.pt", "w") as target:
@@ -96,7 +94,7 @@ def test_tensors_saved_on_a_gpu_need_none(tmp_path: Path) -> None:
     assert torch.equal(loaded(read_torch_file(tmp_path / "gpu.pt")), torch.ones(3))
 
 
-def test_a_file_inside_a_tar_is_read_in_place(tmp_path: Path) -> None:
+def test_a_file_inside_a_tar_is_read_in_place(tmp_path):
     inner = save(tmp_path / "model_weights.ckpt", {"w": torch.arange(1000.0)})
     with tarfile.open(tmp_path / "x.nemo", "w") as archive:
         archive.add(inner, "./model_weights.ckpt")
@@ -128,8 +126,8 @@ class Evil:
     ],
 )
 def test_a_pickle_that_names_a_function_is_refused_by_name(
-    tmp_path: Path, legacy: bool, function: Any, args: tuple[Any, ...], name: str
-) -> None:
+    tmp_path, legacy: bool, function: Any, args: tuple[Any, ...], name: str
+):
     filled = tuple(a.format(tmp_path) if isinstance(a, str) else a for a in args)
     path = save(
         tmp_path / "x.pt", {"w": torch.ones(1), "e": Evil(function, *filled)}, legacy=legacy
@@ -140,7 +138,7 @@ def test_a_pickle_that_names_a_function_is_refused_by_name(
     assert not (tmp_path / "ran").exists()
 
 
-def test_random_states_and_enums_of_a_training_run_do_no_harm(tmp_path: Path) -> None:
+def test_random_states_and_enums_of_a_training_run_do_no_harm(tmp_path):
     value = {
         "rng": [
             {"numpy": np.random.default_rng(0).integers(9, size=3), "torch": torch.get_rng_state()}
@@ -161,7 +159,7 @@ class Paired:
         return datetime.timedelta, (), (1, 2)
 
 
-def test_an_object_with_a_pair_for_its_state_does_no_harm(tmp_path: Path) -> None:
+def test_an_object_with_a_pair_for_its_state_does_no_harm(tmp_path):
     path = save(tmp_path / "x.pt", {"w": torch.ones(2), "pair": Paired()})
     assert torch.equal(loaded(read_torch_file(path)["w"]), torch.ones(2))
 
@@ -176,7 +174,7 @@ class Slotted:
         return datetime.timedelta, (), self.state
 
 
-def test_objects_with_slots_keep_their_own_values(tmp_path: Path) -> None:
+def test_objects_with_slots_keep_their_own_values(tmp_path):
     value = {
         "slots": [Slotted(None, {"x": i}) for i in range(4)],
         "both": [Slotted({"a": i}, {"x": i}) for i in range(4)],
@@ -188,8 +186,8 @@ def test_objects_with_slots_keep_their_own_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [b"h\x00", b"h\x00h\x01\x86"])
 def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
-    tmp_path: Path, state: bytes
-) -> None:
+    tmp_path, state: bytes
+):
     """Each of 50,000 objects has the same 10,000 attributes, or as many slots, too."""
     table = b"}(" + b"".join(b"J%sN" % struct.pack("<I", i) for i in range(10_000)) + b"u"
     tables = table + b"q\x000" + table.replace(b"N", b"\x88") + b"q\x010"
@@ -202,14 +200,14 @@ def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
     "target",
     [b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nSize\n", b"]", b"ctorch\nFloatStorage\n"],
 )
-def test_a_pickle_that_changes_our_own_objects_is_refused(tmp_path: Path, target: bytes) -> None:
+def test_a_pickle_that_changes_our_own_objects_is_refused(tmp_path, target: bytes):
     """BUILD with a dict sets attributes of whatever lies on the stack."""
     change = b"}U\x0c__defaults__Nsb."
     with pytest.raises(CheckpointMismatchError, match="is refused: its pickle changes a"):
         read_torch_file(zip_with(tmp_path / "x.pt", b"\x80\x02" + target + change))
 
 
-def test_framework_functions_are_named_but_never_run(tmp_path: Path) -> None:
+def test_framework_functions_are_named_but_never_run(tmp_path):
     """torch.load of another file, or numpy's, is data like any other object of a framework."""
     path = save(tmp_path / "x.pt", {"e": Evil(torch.save, {"a": 1}, str(tmp_path / "ran"))})
     read_torch_file(path)
@@ -224,25 +222,25 @@ def zip_with(path: Path, pickled: bytes, **members: bytes) -> Path:
     return path
 
 
-def test_a_pickle_whose_memo_would_take_gigabytes_costs_nothing(tmp_path: Path) -> None:
+def test_a_pickle_whose_memo_would_take_gigabytes_costs_nothing(tmp_path):
     huge_memo_index = b"\x80\x02N" + b"r" + struct.pack("<I", 0x7FFFFFFF) + b"."
     assert read_torch_file(zip_with(tmp_path / "x.pt", huge_memo_index)) is None
 
 
-def test_a_pickle_that_asks_for_a_huge_buffer_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_asks_for_a_huge_buffer_is_refused(tmp_path):
     bomb = b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"."
     with pytest.raises(CheckpointMismatchError, match="not a readable pickle"):
         read_torch_file(zip_with(tmp_path / "x.pt", bomb))
 
 
-def test_objects_may_be_shared(tmp_path: Path) -> None:
+def test_objects_may_be_shared(tmp_path):
     shared = [1, 2]
     tree = read_torch_file(zip_with(tmp_path / "x.pt", pickle.dumps([shared, shared], protocol=2)))
     assert tree == [[1, 2], [1, 2]]
     assert tree[0] is tree[1]
 
 
-def test_sharing_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+def test_sharing_that_unfolds_without_end_is_refused(tmp_path):
     """Sixty lists, each holding the next twice: 2**60 leaves for whoever walks over them."""
     value: Any = [1]
     for _ in range(60):
@@ -251,20 +249,20 @@ def test_sharing_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
         read_torch_file(zip_with(tmp_path / "x.pt", pickle.dumps(value, protocol=2)))
 
 
-def test_deep_nesting_is_refused(tmp_path: Path) -> None:
+def test_deep_nesting_is_refused(tmp_path):
     deep = b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b"."
     with pytest.raises(CheckpointMismatchError, match="nest too deep"):
         read_torch_file(zip_with(tmp_path / "x.pt", deep))
 
 
-def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
+def test_a_compressed_member_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps({"a": 1}, protocol=2))
     with pytest.raises(CheckpointMismatchError, match="compressed or encrypted"):
         read_torch_file(tmp_path / "x.pt")
 
 
-def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path):
     pickled = io.BytesIO()
 
     class StoragePickler(pickle.Pickler):
@@ -279,7 +277,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path: Path) -> 
         read_torch_file(path)
 
 
-def test_a_storage_shorter_than_stated_is_reported(tmp_path: Path) -> None:
+def test_a_storage_shorter_than_stated_is_reported(tmp_path):
     source = zipfile.ZipFile(save(tmp_path / "x.pt", torch.ones(100)))
     with zipfile.ZipFile(tmp_path / "y.pt", "w") as target:
         for info in source.infolist():
@@ -291,7 +289,7 @@ def test_a_storage_shorter_than_stated_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("kept", [0.2, 0.6, 0.95])
-def test_a_truncated_file_is_reported(tmp_path: Path, legacy: bool, kept: float) -> None:
+def test_a_truncated_file_is_reported(tmp_path, legacy: bool, kept: float):
     path = save(tmp_path / "x.pt", {"w": torch.ones(5000)}, legacy=legacy)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
@@ -299,7 +297,7 @@ def test_a_truncated_file_is_reported(tmp_path: Path, legacy: bool, kept: float)
         read_torch_file(path)
 
 
-def test_a_damaged_name_in_the_directory_names_the_file(tmp_path: Path) -> None:
+def test_a_damaged_name_in_the_directory_names_the_file(tmp_path):
     path = save(tmp_path / "x.pt", {"w": torch.ones(5)})
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"PK\x01\x02")  # the directory's last entry
@@ -310,26 +308,26 @@ def test_a_damaged_name_in_the_directory_names_the_file(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_tensors_of_few_bits_are_refused_by_their_type(tmp_path: Path) -> None:
+def test_tensors_of_few_bits_are_refused_by_their_type(tmp_path):
     path = save(tmp_path / "x.pt", {"w": torch.ones(5).to(torch.float8_e5m2)})
     with pytest.raises(CheckpointMismatchError, match=r"torch\.float8_e5m2; convert"):
         read_torch_file(path)
 
 
-def test_a_stream_of_pickles_without_a_list_of_storages_is_reported(tmp_path: Path) -> None:
+def test_a_stream_of_pickles_without_a_list_of_storages_is_reported(tmp_path):
     parts: tuple[Any, ...] = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}, None)
     (tmp_path / "x.pt").write_bytes(b"".join(pickle.dumps(each, protocol=2) for each in parts))
     with pytest.raises(CheckpointMismatchError, match=r"a pickle, but not of torch\.save"):
         read_torch_file(tmp_path / "x.pt")
 
 
-def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path):
     (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointMismatchError, match="Git LFS pointer"):
         read_torch_file(Region(tmp_path / "x.pt"))
 
 
-def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
     import gzip
 
     monkeypatch.setattr("export_scripts.checkpoints.containers._BOMB_FLOOR_BYTES", 1 << 20)
@@ -360,9 +358,7 @@ NESTED = b")" + b"2\x86" * 24
         (b"\x80\x02", "EOFError"),
     ],
 )  # fmt: skip
-def test_a_pickle_that_would_keep_its_reader_busy_is_refused(
-    tmp_path: Path, data: bytes, reported: str
-) -> None:
+def test_a_pickle_that_would_keep_its_reader_busy_is_refused(tmp_path, data: bytes, reported: str):
     path = zip_with(tmp_path / "x.pt", data)
     with pytest.raises(CheckpointMismatchError, match=reported) as caught:
         read_torch_file(path)

@@ -30,7 +30,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @pytest.fixture
-def original(tmp_path: Path) -> Path:
+def original(tmp_path) -> Path:
     return write_model("llama", tmp_path / "original", **SIZES)
 
 
@@ -238,9 +238,7 @@ def request(source: Path, output: Path, kind: str = "fp32") -> ConversionRequest
 
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_weights_are_widened_by_the_library_s_formula(
-    form: str, kind: str, original: Path, tmp_path: Path
-) -> None:
+def test_weights_are_widened_by_the_library_s_formula(form: str, kind: str, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
     folder = convert(request(source, tmp_path, kind)).ft_dir
     assert "quantization_config" not in read_json(folder / "config.json")
@@ -250,9 +248,7 @@ def test_weights_are_widened_by_the_library_s_formula(
     assert_equal_tensors(found, expected)
 
 
-def test_transformers_computes_the_same_of_block_scaled_weights(
-    original: Path, tmp_path: Path
-) -> None:
+def test_transformers_computes_the_same_of_block_scaled_weights(original, tmp_path):
     source, _ = quantised(original, tmp_path / "source", "block")
     folder = convert(request(source, tmp_path)).ft_dir
     outputs = []
@@ -263,7 +259,7 @@ def test_transformers_computes_the_same_of_block_scaled_weights(
     assert_exact(*outputs)
 
 
-def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_path: Path) -> None:
+def test_modelopt_may_state_its_form_in_a_file_of_its_own(original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", "modelopt")
     config = read_json(source / "config.json")
     del config["quantization_config"]
@@ -274,7 +270,7 @@ def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_pa
     assert_equal_tensors(found, expected)
 
 
-def test_shards_are_made_of_quantised_folders(original: Path, tmp_path: Path) -> None:
+def test_shards_are_made_of_quantised_folders(original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", "awq")
     shards = convert(ConversionRequest(source, tmp_path, 2, "fp32")).ft_dir
     found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
@@ -286,7 +282,7 @@ KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt
 
 @pytest.mark.parametrize("form", KEPT)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original: Path, tmp_path: Path) -> None:
+def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
     given = ConversionRequest(source, tmp_path / "kept", tp_size, "fp32", keep_fp8=True)
     shards = convert(given).ft_dir
@@ -303,9 +299,7 @@ def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original: Path, tmp_path:
     assert_equal_tensors(found, expected)
 
 
-def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(
-    original: Path, tmp_path: Path
-) -> None:
+def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(original, tmp_path):
     source, _ = quantised(original, tmp_path / "source", "block")
     logits = []
     for keep in (False, True):
@@ -315,7 +309,7 @@ def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(
     assert torch.equal(*logits)
 
 
-def test_fp8_that_cannot_be_kept_is_named(original: Path, tmp_path: Path) -> None:
+def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
     def problems(source: Path, tp_size: int = 1, **more: Any) -> str:
         given = ConversionRequest(source, tmp_path / "out", tp_size, "bf16", keep_fp8=True, **more)
         return "\n".join(check_conversion(given))
@@ -357,16 +351,14 @@ def test_fp8_that_cannot_be_kept_is_named(original: Path, tmp_path: Path) -> Non
         ("mine", "quant_method = mine"),
     ],
 )
-def test_other_forms_are_refused_by_name(
-    settings: Any, words: str, original: Path, tmp_path: Path
-) -> None:
+def test_other_forms_are_refused_by_name(settings: Any, words: str, original, tmp_path):
     source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
     (problem,) = check_conversion(request(source, tmp_path / "out"))
     assert words in problem
     assert "deploy.engine=vllm" in problem
 
 
-def test_missing_scales_are_named(original: Path, tmp_path: Path) -> None:
+def test_missing_scales_are_named(original, tmp_path):
     source, _ = quantised(original, tmp_path / "source", "block")
     lost = "model.layers.1.mlp.up_proj.weight_scale_inv"
     broken = copy_of(source, tmp_path / "broken", tensors={lost: None})
@@ -408,8 +400,8 @@ MATRIX = "model.layers.0.mlp.up_proj."  # (96, 64)
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_named_before_any_work(
-    form: str, end: str, change: Callable[..., Any], reported: str, original: Path, tmp_path: Path
-) -> None:
+    form: str, end: str, change: Callable[..., Any], reported: str, original, tmp_path
+):
     source, _ = quantised(original, tmp_path / "source", form)
     name = MATRIX + end
     other = MATRIX.replace("0", "1") + end
@@ -429,8 +421,8 @@ def test_parts_that_do_not_fit_are_named_before_any_work(
 @pytest.mark.parametrize("group", [-1, 4])
 @pytest.mark.parametrize("is_shards", [False, True])
 def test_groups_that_are_not_there_are_named_and_leave_nothing(
-    group: int, is_shards: bool, original: Path, tmp_path: Path
-) -> None:
+    group: int, is_shards: bool, original, tmp_path
+):
     source, _ = quantised(original, tmp_path / "source", "gptq reordered")
     key = MATRIX + "g_idx"
     indices = read_tensors(source)[key].clone()
@@ -454,7 +446,7 @@ def test_groups_that_are_not_there_are_named_and_leave_nothing(
         {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
     ],
 )
-def test_damaged_settings_are_refused(settings: Any, original: Path, tmp_path: Path) -> None:
+def test_damaged_settings_are_refused(settings: Any, original, tmp_path):
     source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
     (problem,) = check_conversion(request(source, tmp_path / "out"))
     assert "deploy.engine=vllm" in problem

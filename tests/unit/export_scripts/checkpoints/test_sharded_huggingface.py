@@ -44,7 +44,7 @@ GIVEN = (("start_id", "1"), ("end_id", "2"))
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     """Return the folder of a small Llama."""
     return write_model("llama", tmp_path / "model")
 
@@ -62,7 +62,7 @@ def save_alone(folder: Path, state: dict[str, Any]) -> None:
     save(state, checkpoint_id=folder, no_dist=True)
 
 
-def test_settings_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
+def test_settings_may_lie_elsewhere(model, tmp_path):
     folder = tmp_path / "run"
     save_alone(folder, {"model": read_tensors(model)})
     expected = converted(model, tmp_path / "expected")
@@ -234,8 +234,8 @@ def core_without_arguments(model: Path, folder: Path) -> None:
     ],
 )
 def test_every_trainer_s_folder_becomes_the_model_s(
-    model: Path, tmp_path: Path, trainer: Callable[[Path, Tensors, Path], Path]
-) -> None:
+    model, tmp_path, trainer: Callable[[Path, Tensors, Path], Path]
+):
     source = trainer(tmp_path / "run", read_tensors(model), model)
     expected = converted(model, tmp_path / "expected")
     assert converted(source, tmp_path / "out") == expected
@@ -243,7 +243,7 @@ def test_every_trainer_s_folder_becomes_the_model_s(
     assert "took the weights in" in notes
 
 
-def test_weights_may_lie_without_settings(model: Path, tmp_path: Path) -> None:
+def test_weights_may_lie_without_settings(model, tmp_path):
     """As accelerate's save_state and Lightning leave them."""
     tensors = read_tensors(model)
     alone, lightning, indexed = (tmp_path / name for name in ("alone", "lightning", "indexed"))
@@ -302,9 +302,7 @@ def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, 
 @pytest.mark.parametrize(
     ("kind", "older"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
 )
-def test_names_and_rows_of_torchtitan_become_the_model_s(
-    tmp_path: Path, kind: str, older: bool
-) -> None:
+def test_names_and_rows_of_torchtitan_become_the_model_s(tmp_path, kind: str, older: bool):
     model = write_model(kind, tmp_path / "model")
     config = read_json(model / "config.json")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
@@ -316,7 +314,7 @@ def test_names_and_rows_of_torchtitan_become_the_model_s(
 
 
 @pytest.mark.parametrize("form", ["routed_experts.inner_experts.{}_EFD", "experts.{}"])
-def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path) -> None:
+def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path):
     model = write_model("qwen3-moe", tmp_path / "model")
     whole = read_tensors(model)
     state = {
@@ -350,7 +348,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path: Path)
     assert said in refusal(tmp_path / "twice", tmp_path / "refused")
 
 
-def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:
+def test_torchtitan_s_names_of_other_models_are_refused(model, tmp_path):
     folder = tmp_path / "step-1000"
     save_alone(folder, dict(titan(read_tensors(model), {}, older=False)))
     config = read_json(model / "config.json")
@@ -360,7 +358,7 @@ def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: P
     assert "which 5 heads do not divide" in refusal(folder, tmp_path)
 
 
-def test_torchtune_s_gemma_2_is_refused_as_another_model(tmp_path: Path) -> None:
+def test_torchtune_s_gemma_2_is_refused_as_another_model(tmp_path):
     model = write_model("gemma2", tmp_path / "model")
     tensors = renamed(read_tensors(model), TUNE | {"norm.scale": "norm.rms_norm.scale"})
     folder = tmp_path / "epoch_0"
@@ -412,9 +410,7 @@ def renamed(tensors: Tensors, names: dict[str, str]) -> Tensors:
 
 
 @pytest.mark.parametrize(("kind", "form"), [("llama", "distributed"), ("qwen2", "whole")])
-def test_names_and_rows_of_torchtune_become_the_model_s(
-    kind: str, form: str, tmp_path: Path
-) -> None:
+def test_names_and_rows_of_torchtune_become_the_model_s(kind: str, form: str, tmp_path):
     model = write_model(kind, tmp_path / "model")
     heads = {"q": 4, "k": 2} if kind == "llama" else {}
     turned = {name: each.contiguous() for name, each in turned_rows(read_tensors(model), heads)}
@@ -430,7 +426,7 @@ def test_names_and_rows_of_torchtune_become_the_model_s(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "mixtral"])
-def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path: Path) -> None:
+def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path):
     """Its settings must be those of config.json, which it copies from where the tokenizer was."""
     model = write_model(kind, tmp_path / "model")
     whole = read_tensors(model)
@@ -479,9 +475,7 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path:
     assert "or name it in --model-config" in refusal(folder, tmp_path / "refused")
 
 
-def test_names_of_olmo_core_become_the_model_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_olmo_core_become_the_model_s(tmp_path, monkeypatch):
     """Its folder has a config.json of its own, and its index names its own class."""
     model = write_model("olmo2", tmp_path / "model")
     tensors = renamed(read_tensors(model), OLMO)
@@ -499,7 +493,7 @@ def test_names_of_olmo_core_become_the_model_s(
     assert contents(found) == converted(model, tmp_path / "expected")
 
 
-def test_values_in_another_form_are_named(model: Path, tmp_path: Path) -> None:
+def test_values_in_another_form_are_named(model, tmp_path):
     folder = tmp_path / "run"
     extension = SimpleNamespace(transform_to=lambda out: out, get_descriptor=lambda: "mine/1")
     for reason, more in (
@@ -512,7 +506,7 @@ def test_values_in_another_form_are_named(model: Path, tmp_path: Path) -> None:
         assert reason in refusal(folder, tmp_path)
 
 
-def test_several_models_are_named(model: Path, tmp_path: Path) -> None:
+def test_several_models_are_named(model, tmp_path):
     run = tmp_path / "run"
     for name in ("checkpoint-1", "checkpoint-2"):
         accelerate(run / name, {"a": torch.ones(2)}, model)
@@ -523,14 +517,14 @@ def test_several_models_are_named(model: Path, tmp_path: Path) -> None:
     assert "checkpoint-2/pytorch_model_fsdp_0" in text
 
 
-def test_a_checkpoint_of_training_alone_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_training_alone_is_refused(model, tmp_path):
     save_alone(tmp_path / "run" / "optim", {"optim": optimizer({"a": torch.ones(2)})})
     copy_settings(model, tmp_path / "run")
     assert "no distributed checkpoint of a model" in refusal(tmp_path / "run", tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "pytorch_model_fsdp_0"])
-def test_a_lost_index_is_named(model: Path, tmp_path: Path, place: str) -> None:
+def test_a_lost_index_is_named(model, tmp_path, place: str):
     source = accelerate(tmp_path / "run", read_tensors(model), model)
     (source / "optimizer_0" / ".metadata").unlink()
     assert converted(source, tmp_path / "first") == converted(model, tmp_path / "expected")
@@ -568,14 +562,14 @@ def lose_the_places(weights: Path) -> None:
     ],
 )
 def test_shards_that_do_not_make_the_model_are_refused(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+    model, tmp_path, damage: Callable[[Path], None], words: str
+):
     source = automodel(tmp_path / "run", read_tensors(model), model)
     damage(source / "model")
     assert words in refusal(source, tmp_path)
 
 
-def test_the_settings_belong_to_what_was_converted(model: Path, tmp_path: Path) -> None:
+def test_the_settings_belong_to_what_was_converted(model, tmp_path):
     """A folder is not taken for done when the config.json above the weights has changed."""
     source = accelerate_weights(tmp_path / "run", read_tensors(model), model)
     assert recognise_format(source) == "torch_dcp"
@@ -624,7 +618,7 @@ def write_two_dimensions(folder: Path, tensors: Tensors, **changed: tuple[Any, .
     return folder
 
 
-def test_two_dimensions_of_a_mesh_may_cut_one_axis(model: Path, tmp_path: Path) -> None:
+def test_two_dimensions_of_a_mesh_may_cut_one_axis(model, tmp_path):
     whole = read_tensors(model)
     found = rank_tensors(write_two_dimensions(tmp_path / "actor", whole))
     loaded = {name: torch.from_numpy(each.load(FileMaps())) for name, each in found.items()}
@@ -647,7 +641,7 @@ STAGE_3 = DEEPSPEED / "stage3" / "global_step1"
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "universal1", "universal3", "tp1", "tp3"])
-def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path: Path) -> None:
+def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path):
     """Three ranks saved a frozen layer, two groups of parameters and shares with padding.
 
     Those of tp1 and tp3 are two of tensor parallelism.
@@ -656,7 +650,7 @@ def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path: Path) -> Non
     assert converted(DEEPSPEED / name, tmp_path / "out") == expected
 
 
-def test_experts_of_stage_3_are_read_one_by_one(tmp_path: Path) -> None:
+def test_experts_of_stage_3_are_read_one_by_one(tmp_path):
     """As transformers 5 has them in memory: all of a layer in one tensor, and the ranks' shares."""
     model = model_of("qwen3-moe")
     model.save_pretrained(tmp_path / "model")
@@ -764,9 +758,7 @@ def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
         ("qwen2_moe", True), ("deepseek_v3", True),
     ],
 )  # fmt: skip
-def test_experts_that_deepspeed_has_distributed_are_read(
-    kind: str, is_universal: bool, tmp_path: Path
-) -> None:
+def test_experts_that_deepspeed_has_distributed_are_read(kind: str, is_universal: bool, tmp_path):
     model, run = write_model(kind, tmp_path / "model"), tmp_path / "run"
     write_autoep(model, kind, run, is_universal=is_universal)
     check_equal_folders(model, run, tmp_path)
@@ -776,7 +768,7 @@ def test_experts_that_deepspeed_has_distributed_are_read(
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "glm4_moe"])
-def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path: Path) -> None:
+def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path):
     model, run = write_model(kind, tmp_path / "model"), tmp_path / "step_5" / "trainer"
     dense, experts = stacked_mixture(kind)
     state = renamed({**dense, **experts}, PRIME)
@@ -790,7 +782,7 @@ def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path: Path) -> No
     check_equal_folders(model, run, tmp_path)
 
 
-def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path: Path) -> None:
+def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path):
     """Its values are ones: two ranks hold the same, and the last one padding."""
     for rank in range(3):
         name = f"zero_pp_rank_{rank}_mp_rank_00_"
@@ -855,8 +847,8 @@ def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[P
     ],
 )
 def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
-    tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+    tmp_path, damage: Callable[[Path], None], words: str
+):
     source = shutil.copytree(STAGE_3, tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
     damage(source)
@@ -897,8 +889,8 @@ def parts(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
     ],
 )
 def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
-    tmp_path: Path, damage: Callable[[Path], None], words: str
-) -> None:
+    tmp_path, damage: Callable[[Path], None], words: str
+):
     source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
     damage(source)
@@ -941,9 +933,7 @@ class Wrapped:
         ((3, 1), 2, "some are missing"),
     ],
 )
-def test_files_of_ranks_make_the_whole(
-    tmp_path: Path, counts: Sequence[int], world: int, words: str
-) -> None:
+def test_files_of_ranks_make_the_whole(tmp_path, counts: Sequence[int], world: int, words: str):
     whole = torch.arange(10.0).view(5, 2)
     folder = rank_files(tmp_path / "run", whole, counts, world)
     if words:
@@ -957,7 +947,7 @@ def test_files_of_ranks_make_the_whole(
         rank_tensors(folder)
 
 
-def test_replicas_of_other_values_are_of_different_steps(tmp_path: Path) -> None:
+def test_replicas_of_other_values_are_of_different_steps(tmp_path):
     for rank, values in enumerate((torch.zeros(3), torch.ones(3))):
         torch.save(
             {"a": values, "b": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt"
@@ -967,7 +957,7 @@ def test_replicas_of_other_values_are_of_different_steps(tmp_path: Path) -> None
     assert " of b " not in str(caught.value)
 
 
-def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
+def test_what_is_no_part_of_a_tensor_is_named(tmp_path):
     folder = rank_files(tmp_path / "run", torch.ones(2, 2), (2,), 1)
     torch.save({"model.a": 3}, folder / "model_world_size_1_rank_0.pt")
     with pytest.raises(ValueError, match=r"model\.a is 3: expected a tensor"):
@@ -975,7 +965,7 @@ def test_what_is_no_part_of_a_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["..", "../other", "/", ".", ""])
-def test_a_run_s_file_leads_to_no_folder_outside(model: Path, tmp_path: Path, named: str) -> None:
+def test_a_run_s_file_leads_to_no_folder_outside(model, tmp_path, named: str):
     for name in ("run", "other"):
         save_alone(tmp_path / name / "weights", {"model": read_tensors(model)})
         copy_settings(model, tmp_path / name)
@@ -985,7 +975,7 @@ def test_a_run_s_file_leads_to_no_folder_outside(model: Path, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
-def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_path: Path) -> None:
+def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_path):
     """The second has arguments of a trainer, as ms-swift saves them, without the model's sizes."""
     model = write_model(name, tmp_path / "model")
     source = tmp_path / "actor" / "dist_ckpt"
@@ -1005,7 +995,7 @@ def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_pat
     assert {key: settings[0][key] for key in both} == {key: settings[1][key] for key in both}
 
 
-def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_config_of_another_model_is_refused(tmp_path):
     source = tmp_path / "actor" / "dist_ckpt"
     core_without_arguments(write_model("qwen2", tmp_path / "model"), source)
     with pytest.raises(ValueError, match="--model-config"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,22 +25,20 @@ from tests.tiny_transformers import write_model
         ({"num_attention_heads": [6]}, "num_attention_heads = [6] is not a count"),
     ],
 )
-def test_sizes_that_are_no_sizes_are_reported(
-    tmp_path: Path, config: dict[str, Any], reported: str
-) -> None:
+def test_sizes_that_are_no_sizes_are_reported(tmp_path, config: dict[str, Any], reported: str):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     where = f"--checkpoint-path={source}: model_config.yaml"
     assert [each.split(";")[0] for each in problems] == [f"{where}: {reported}"]
 
 
-def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path: Path) -> None:
+def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", config={"layernorm_epsilon": "1e-3"})
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert "layernorm_eps = 0.001" in (done.ft_dir / "config.ini").read_text()
 
 
-def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path: Path) -> None:
+def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", config={"num_layers": 10**9})
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert problems == [
@@ -58,7 +55,7 @@ def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path
         ("opt", "model.decoder.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_path: Path) -> None:
+def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_path):
     """Not the first one alone."""
     model = write_model(name, tmp_path / "model")
     bad = copy_of(model, tmp_path / "bad", tensors={key: torch.zeros(3, 5)})
@@ -67,7 +64,7 @@ def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_pat
     assert "do not fit together" in problem
 
 
-def test_every_rank_stores_floating_numbers(tmp_path: Path) -> None:
+def test_every_rank_stores_floating_numbers(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(TinyGPT()), tp=2)
     file = source / "mp_rank_01" / "model_optim_rng.pt"
     state = torch.load(file, weights_only=False)
@@ -81,9 +78,7 @@ def test_every_rank_stores_floating_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "shape"), [("word_embeddings", (54,)), ("position_embeddings", ()), ("position", None)]
 )
-def test_tables_that_give_no_size_are_reported(
-    tmp_path: Path, key: str, shape: tuple[int, ...] | None
-) -> None:
+def test_tables_that_give_no_size_are_reported(tmp_path, key: str, shape: tuple[int, ...] | None):
     """Megatron-LM's version 0 states no sizes."""
     tensors = gpt_tensors(TinyGPT())
     source = write_megatron(tmp_path / "m", tensors, version=0)
@@ -104,7 +99,7 @@ def test_tables_that_give_no_size_are_reported(
 
 
 @pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> None:
+def test_absurdly_many_training_ranks_are_refused(tmp_path, key: str):
     source = write_nemo(tmp_path / "x.nemo", config={key: 10**9})
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert len(problems) == 1
@@ -120,15 +115,15 @@ def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> N
     ],
 )
 def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(
-    tmp_path: Path, args: dict[str, Any], reported: str
-) -> None:
+    tmp_path, args: dict[str, Any], reported: str
+):
     source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert len(problems) == 1
     assert reported in problems[0]
 
 
-def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Path) -> None:
+def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path):
     wanted = ConversionRequest(
         write_nemo(tmp_path / "x.nemo"),
         tmp_path / "out",
@@ -144,7 +139,7 @@ def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Pa
     ]
 
 
-def test_unreadable_stated_values_are_all_reported(tmp_path: Path) -> None:
+def test_unreadable_stated_values_are_all_reported(tmp_path):
     given = (("start_id", "abc"), ("layernorm_eps", "x"), ("tensor_para_size", "2"))
     wanted = ConversionRequest(
         write_nemo(tmp_path / "x.nemo"), tmp_path / "out", 1, "fp32", given=given
@@ -156,7 +151,7 @@ def test_unreadable_stated_values_are_all_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_an_output_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     source = write_nemo(tmp_path / "x.nemo")
     problems = check_conversion(ConversionRequest(source, tmp_path / "file" / "out", 1, "fp32"))
@@ -166,7 +161,7 @@ def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path: Path) -> None:
+def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
     with pytest.raises(CheckpointMismatchError):
         convert(ConversionRequest(source, tmp_path / "new" / "out", 5, "fp32"))
@@ -174,7 +169,7 @@ def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_link", [False, True])
-def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path: Path, as_link: bool) -> None:
+def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path, as_link: bool):
     source = write_nemo(tmp_path / "x.nemo")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").touch()
@@ -189,7 +184,7 @@ def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path: Path, as_link:
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 
-def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path):
     tensors = {k: v for k, v in gpt_tensors().items() if "layers.1.input_layernorm" not in k}
     source = write_nemo(tmp_path / "x.nemo", tensors)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
@@ -205,9 +200,7 @@ def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path: Path) -> None:
         ("last.ckpt", "last-v1.ckpt"),
     ],
 )
-def test_the_newest_of_several_last_checkpoints_is_taken(
-    tmp_path: Path, older: str, newer: str
-) -> None:
+def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path, older: str, newer: str):
     source = tmp_path / "checkpoints"
     source.mkdir()
     members = nemo_members(gpt_tensors())
@@ -225,7 +218,7 @@ def test_the_newest_of_several_last_checkpoints_is_taken(
     assert "of step 10, the newest of several" in done.remarks[0]
 
 
-def test_averaged_weights_that_are_left_are_reported(tmp_path: Path) -> None:
+def test_averaged_weights_that_are_left_are_reported(tmp_path):
     source = tmp_path / "checkpoints"
     source.mkdir()
     content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}
@@ -238,7 +231,7 @@ def test_averaged_weights_that_are_left_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end_id", ["50256", "-1"])
-def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: str) -> None:
+def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path, end_id: str):
     source = write_nemo(tmp_path / "x.nemo")
     given = (("start_id", "0"), ("end_id", end_id))
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
@@ -248,7 +241,7 @@ def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: 
     assert "--set end_id=.." in reported[0]
 
 
-def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_path):
     t5 = write_model("t5", tmp_path / "t5")
     source = copy_of(t5, tmp_path / "source", config={"eos_token_id": 1 << 20})
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
@@ -267,8 +260,8 @@ def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_pa
     ],
 )
 def test_values_that_no_json_of_a_model_has_are_reported(
-    config: dict[str, Any], reported: str, tmp_path: Path
-) -> None:
+    config: dict[str, Any], reported: str, tmp_path
+):
     source = copy_of(write_model("llama", tmp_path / "llama"), tmp_path / "source", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert reported in "\n".join(problems)

@@ -44,13 +44,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("source") / "x.nemo"
     return write_nemo(path, gpt_tensors(MODEL), MODEL, tp=2)
 
 
 @pytest.fixture(scope="module")
-def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(source: Path, tmp_path_factory) -> dict[str, bytes]:
     return contents(convert(request(source, tmp_path_factory.mktemp("expected"))).ft_dir)
 
 
@@ -88,7 +88,7 @@ def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> 
     return False
 
 
-def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source: Path, tmp_path: Path) -> None:
+def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source, tmp_path):
     convert(request(source, tmp_path))
     scratch = WorkPaths(ft_directory(tmp_path, 3)).scratch
     scratch.mkdir()
@@ -97,9 +97,7 @@ def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source: Path, tmp_pa
 
 
 @pytest.mark.soak
-def test_runs_killed_at_random_moments_end_with_the_same_bytes(
-    source: Path, expected: dict[str, bytes], tmp_path: Path, soak: int
-) -> None:
+def test_runs_killed_at_random_moments_end_with_the_same_bytes(source, expected, tmp_path, soak):
     chance = random.Random(11)
     cut_off = 0
     for number in range(KILLS * soak):
@@ -128,7 +126,7 @@ def interrupt(wanted: ConversionRequest, *, after: float) -> None:
         convert(wanted, progress=progress)
 
 
-def test_only_unfinished_files_are_written_again(source: Path, tmp_path: Path) -> None:
+def test_only_unfinished_files_are_written_again(source, tmp_path):
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
     summary = convert(wanted)
@@ -136,9 +134,7 @@ def test_only_unfinished_files_are_written_again(source: Path, tmp_path: Path) -
     assert 0 < summary.written_bytes < 0.5 * weights
 
 
-def test_values_that_are_not_finite_are_refused_after_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_are_not_finite_are_refused_after_an_interruption(tmp_path, monkeypatch):
     tensors = gpt_tensors(MODEL)
     word_embeddings = tensors["model.language_model.embedding.word_embeddings.weight"]
     word_embeddings[len(word_embeddings) // 2, 0] = math.nan  # neither in the first chunk nor last
@@ -151,7 +147,7 @@ def test_values_that_are_not_finite_are_refused_after_an_interruption(
         convert(wanted)
 
 
-def test_damage_of_the_source_is_found_again_after_an_interruption(tmp_path: Path) -> None:
+def test_damage_of_the_source_is_found_again_after_an_interruption(tmp_path):
     source = write_nemo(tmp_path / "damaged.nemo", gpt_tensors(MODEL), MODEL)
     first = gpt_tensors(MODEL)["model.language_model.embedding.word_embeddings.weight"]
     content = bytearray(source.read_bytes())
@@ -195,15 +191,15 @@ def spoil_the_journal(paths: WorkPaths) -> None:
     "damage", [cut_a_file, lose_a_file_in_a_reboot, cut_the_journal, spoil_the_journal]
 )
 def test_what_was_damaged_while_interrupted_is_written_again(
-    damage: Callable[[WorkPaths], None], source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+    damage: Callable[[WorkPaths], None], source, expected, tmp_path
+):
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
     damage(WorkPaths(ft_directory(tmp_path, 3)))
     assert contents(convert(wanted).ft_dir) == expected
 
 
-def test_leftovers_of_another_request_are_not_mixed_in(source: Path, tmp_path: Path) -> None:
+def test_leftovers_of_another_request_are_not_mixed_in(source, tmp_path):
     interrupt(request(source, tmp_path), after=0.6)
     summary = convert(request(source, tmp_path, weight_data_type="fp32"))
     assert validate_directory(summary.ft_dir) == []
@@ -211,7 +207,7 @@ def test_leftovers_of_another_request_are_not_mixed_in(source: Path, tmp_path: P
     assert summary.written_bytes == weights
 
 
-def test_the_same_request_again_finds_its_work_done(source: Path, tmp_path: Path) -> None:
+def test_the_same_request_again_finds_its_work_done(source, tmp_path):
     first = convert(request(source, tmp_path))
     folder = first.ft_dir
     stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -222,9 +218,7 @@ def test_the_same_request_again_finds_its_work_done(source: Path, tmp_path: Path
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
 
 
-def test_overwriting_exchanges_the_folder_whole(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_overwriting_exchanges_the_folder_whole(source, expected, tmp_path):
     other = write_nemo(tmp_path / "other.nemo", gpt_tensors(MODEL, seed=5), MODEL)
     output = tmp_path / "out"
     before = contents(convert(request(other, output)).ft_dir)
@@ -234,9 +228,7 @@ def test_overwriting_exchanges_the_folder_whole(
     assert sorted(path.name for path in output.iterdir()) == ["3-gpu", "3-gpu.manifest.json"]
 
 
-def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(source, expected, tmp_path):
     other = write_nemo(tmp_path / "other.nemo", gpt_tensors(MODEL, seed=5), MODEL)
     output = tmp_path / "out"
     convert(request(other, output))
@@ -249,9 +241,7 @@ def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(
     assert not paths.replaced.exists()
 
 
-def test_a_kill_after_the_last_rename_is_recognised_as_finished(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_kill_after_the_last_rename_is_recognised_as_finished(source, tmp_path):
     convert(request(source, tmp_path))
     paths = WorkPaths(ft_directory(tmp_path, 3))
     identity = read_json(paths.manifest)["identity"]
@@ -260,9 +250,7 @@ def test_a_kill_after_the_last_rename_is_recognised_as_finished(
     assert not paths.journal.exists()
 
 
-def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
-    source: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_exchange_does_not_open_the_folder_to_others(source, tmp_path):
     first = write_nemo(tmp_path / "first.nemo", gpt_tensors(MODEL, seed=5), MODEL)
     third = write_nemo(tmp_path / "third.nemo", gpt_tensors(MODEL, seed=6), MODEL)
     output = tmp_path / "out"
@@ -273,7 +261,7 @@ def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
     assert convert(request(first, output)).already_done
 
 
-def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_second_run_to_the_same_folder_is_refused(source, tmp_path):
     paths = WorkPaths(ft_directory(tmp_path, 3))
     with (
         folder_lock(paths.lock, "another conversion"),
@@ -283,21 +271,19 @@ def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
-def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Path) -> None:
+def test_a_lock_left_by_a_dead_process_does_not_hold(source, tmp_path):
     lock = WorkPaths(ft_directory(tmp_path, 3)).lock
     lock.write_text("999999\n")
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
-def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
+def test_a_run_of_another_size_is_not_held_up(source, tmp_path):
     paths = WorkPaths(ft_directory(tmp_path, 2))
     with folder_lock(paths.lock, "another conversion"):
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
-def test_too_small_a_disk_is_reported_before_writing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_disk_is_reported_before_writing(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ValueError, match=r"has 1,000 bytes free, the conversion needs \d+"):
@@ -305,9 +291,7 @@ def test_too_small_a_disk_is_reported_before_writing(
 
 
 @pytest.mark.parametrize("size", [4, 1 << 20])
-def test_a_full_disk_is_reported_and_finished_files_are_kept(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path, size: int, monkeypatch):
     paths = WorkPaths(ft_directory(tmp_path, 1))
     write = os.write
 
@@ -327,7 +311,7 @@ def test_a_full_disk_is_reported_and_finished_files_are_kept(
         assert list(writer.records) == ["one.bin"]
 
 
-def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_is_named(tmp_path):
     def lost() -> Any:
         yield memoryview(b"ab")
         (tmp_path / "source.pt").open("rb")
@@ -339,7 +323,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         writer.write("one.bin", 4, lost())
 
 
-def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Path) -> None:
+def test_an_exception_in_a_worker_ends_the_conversion(source, tmp_path):
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.2)
     assert not (tmp_path / "3-gpu").exists()
@@ -349,7 +333,7 @@ def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Pa
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
+def test_progress_counts_every_byte_once(source, tmp_path):
     seen = []
     summary = convert(request(source, tmp_path), progress=lambda *counts: seen.append(counts))
     weights = sum(path.stat().st_size for path in summary.ft_dir.glob("*.bin"))
@@ -357,7 +341,7 @@ def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_the_manifest_records_files_tensors_and_source(source: Path, tmp_path: Path) -> None:
+def test_the_manifest_records_files_tensors_and_source(source, tmp_path):
     summary = convert(request(source, tmp_path))
     manifest = read_json(tmp_path / "3-gpu.manifest.json")
     assert set(manifest["files"]) == {path.name for path in summary.ft_dir.iterdir()}
@@ -368,9 +352,7 @@ def test_the_manifest_records_files_tensors_and_source(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("of", ["lock", "journal", "staging", "manifest"])
-def test_links_that_others_put_in_the_way_are_not_followed(
-    of: str, source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_links_that_others_put_in_the_way_are_not_followed(of: str, source, expected, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
@@ -386,9 +368,7 @@ def test_links_that_others_put_in_the_way_are_not_followed(
     assert {path.name: path.read_text() for path in precious.iterdir()} == {"file": "kept"}
 
 
-def test_links_in_what_an_interrupted_run_left_are_removed(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_links_in_what_an_interrupted_run_left_are_removed(source, expected, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
@@ -401,9 +381,7 @@ def test_links_in_what_an_interrupted_run_left_are_removed(
     assert {path.name: path.read_text() for path in precious.iterdir()} == {"file": "kept"}
 
 
-def test_a_limit_of_file_sizes_leaves_what_can_be_continued(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_a_limit_of_file_sizes_leaves_what_can_be_continued(source, expected, tmp_path):
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

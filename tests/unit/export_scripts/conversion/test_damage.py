@@ -46,7 +46,7 @@ def without_checksums() -> Iterator[None]:
     torch.serialization.set_crc32_options(True)
 
 
-def test_every_flipped_tensor_is_named(tmp_path: Path) -> None:
+def test_every_flipped_tensor_is_named(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
     flip(source, stored(DENSE))
     flip(source, stored(NORM))
@@ -60,7 +60,7 @@ def test_every_flipped_tensor_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_flipped_tensor_is_converted_where_it_is_allowed_by_name(tmp_path: Path) -> None:
+def test_a_flipped_tensor_is_converted_where_it_is_allowed_by_name(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
     flip(source, stored(NORM))
     done = convert(request(source, allow=("model.final_layernorm.weight",)))
@@ -69,22 +69,20 @@ def test_a_flipped_tensor_is_converted_where_it_is_allowed_by_name(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("without_checksums")
-def test_archives_saved_without_checksums_are_converted(tmp_path: Path) -> None:
+def test_archives_saved_without_checksums_are_converted(tmp_path):
     done = convert(request(write_nemo(tmp_path / "x.nemo")))
     found = FTReader(done.ft_dir).read("model.final_layernorm.weight")
     assert torch.equal(found, gpt_tensors()[NEMO + NORM])
 
 
-def test_a_flipped_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_flipped_pickle_is_refused(tmp_path):
     torch.save({"weight": torch.ones(3)}, tmp_path / "x.pt")
     flip(tmp_path / "x.pt", b"weight")
     with pytest.raises(CheckpointMismatchError, match=r"data\.pkl does not match its checksum"):
         read_torch_file(tmp_path / "x.pt")
 
 
-def test_tensors_that_share_a_storage_share_its_checksum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_share_a_storage_share_its_checksum(tmp_path, monkeypatch):
     monkeypatch.setattr("export_scripts.checkpoints.base._CHECKED_BYTES", 10_000)
     whole = torch.randn(100, 100)
     torch.save({"top": whole[:50], "rest": whole[50:]}, tmp_path / "x.pt")
@@ -94,7 +92,7 @@ def test_tensors_that_share_a_storage_share_its_checksum(
     assert not any(FileMaps().is_intact(tensor) for tensor in tree.values())
 
 
-def test_a_flipped_array_of_a_jax_release_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_array_of_a_jax_release_is_noticed(tmp_path):
     shard = tmp_path / "step_1" / "shard_0"
     shard.mkdir(parents=True)
     arrays = [np.random.default_rng(i).random(50, np.float32) for i in range(16)]

@@ -37,7 +37,7 @@ def request(source: Path, out: Path, form: str | None, **fields: Any) -> Convers
     return ConversionRequest(source, out, 1, "fp32", **values)
 
 
-def test_every_value_is_rounded_as_torch_rounds_it() -> None:
+def test_every_value_is_rounded_as_torch_rounds_it():
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     between = np.random.default_rng(0).normal(scale=60, size=100_000).astype(np.float32)
     values = np.concatenate([every[np.isfinite(every)], between])
@@ -46,7 +46,7 @@ def test_every_value_is_rounded_as_torch_rounds_it() -> None:
     assert fp8_bytes(np.array([np.nan], np.float32))[0] == 0x7F
 
 
-def test_zeros_and_the_smallest_numbers_have_a_scale() -> None:
+def test_zeros_and_the_smallest_numbers_have_a_scale():
     values = np.zeros((4, 32), np.float32)
     values[1], values[2], values[3] = 1e-45, 3e38, -7
     codes, scales = to_fp8(values, (1, 32))
@@ -58,7 +58,7 @@ def test_zeros_and_the_smallest_numbers_have_a_scale() -> None:
 
 
 @pytest.mark.parametrize("form", BLOCKS)
-def test_a_folder_reads_back_as_its_rounded_values(form: str, tmp_path: Path) -> None:
+def test_a_folder_reads_back_as_its_rounded_values(form: str, tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
     asked = request(base, tmp_path / "out", form)
     assert check_conversion(asked) == []
@@ -98,7 +98,7 @@ def test_a_folder_reads_back_as_its_rounded_values(form: str, tmp_path: Path) ->
     assert parts["tensors"].status == "equal up to", parts["tensors"]
 
 
-def test_transformers_widens_blocks_to_the_same(tmp_path: Path) -> None:
+def test_transformers_widens_blocks_to_the_same(tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
     folder = convert(request(base, tmp_path / "out", "block")).ft_dir
     back = convert(request(folder, tmp_path / "back", None)).ft_dir
@@ -112,7 +112,7 @@ def test_transformers_widens_blocks_to_the_same(tmp_path: Path) -> None:
     assert_exact(found, logits(back))
 
 
-def test_the_source_may_be_of_any_form(tmp_path: Path) -> None:
+def test_the_source_may_be_of_any_form(tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
     shards = convert(ConversionRequest(base, tmp_path / "shards", 2, "fp32")).ft_dir
     found, expected = (
@@ -122,7 +122,7 @@ def test_the_source_may_be_of_any_form(tmp_path: Path) -> None:
     assert_equal_tensors(found, expected)
 
 
-def test_files_of_any_size_hold_values_with_their_scales(tmp_path: Path) -> None:
+def test_files_of_any_size_hold_values_with_their_scales(tmp_path):
     base = write_model("qwen3-moe", tmp_path / "base", hidden_size=128, moe_intermediate_size=128)
     folders = [
         convert(request(base, tmp_path / str(size), "block", max_shard_bytes=size)).ft_dir
@@ -139,7 +139,7 @@ def test_files_of_any_size_hold_values_with_their_scales(tmp_path: Path) -> None
     assert expert.dtype == torch.float8_e4m3fn
 
 
-def test_a_router_stays_wide_whatever_its_size(tmp_path: Path) -> None:
+def test_a_router_stays_wide_whatever_its_size(tmp_path):
     base = write_model("qwen3-moe", tmp_path / "base", num_experts=16, hidden_size=128)
     folder = convert(request(base, tmp_path / "out", "channel")).ft_dir
     tensors = load_file(folder / WEIGHTS_NAME)
@@ -147,7 +147,7 @@ def test_a_router_stays_wide_whatever_its_size(tmp_path: Path) -> None:
     assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
 
 
-def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_path: Path) -> None:
+def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_path):
     sizes = SIZES | {"num_key_value_heads": 1}  # 64 rows of keys, 64 of values
     base = write_model("llama", tmp_path / "base", **sizes)
     done = convert(request(base, tmp_path / "out", "block"))
@@ -159,7 +159,7 @@ def test_matrices_of_odd_sizes_stay_wide_with_those_they_are_joined_with(tmp_pat
     assert mentions(done.remarks, "self_attn.q_proj")
 
 
-def test_the_rest_is_refused(tmp_path: Path) -> None:
+def test_the_rest_is_refused(tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
     fields = {"output_format": "fastertransformer"}
     (problem,) = check_conversion(request(base, tmp_path / "out", "block", **fields))

@@ -25,7 +25,7 @@ FIRST = "model.layers.0.mlp.experts."
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory) -> Path:
     return write_model("gpt-oss", tmp_path_factory.mktemp("gpt_oss") / "plain")
 
 
@@ -63,7 +63,7 @@ MXFP4: Mapping[str, Any] = {
 }
 
 
-def test_the_folder_has_the_bytes_of_its_source(plain: Path, tmp_path: Path) -> None:
+def test_the_folder_has_the_bytes_of_its_source(plain, tmp_path):
     folder = convert(request(plain, tmp_path)).ft_dir
     mine, theirs = read_tensors(folder), read_tensors(plain)
     assert_equal_tensors(mine, theirs)
@@ -73,9 +73,7 @@ def test_the_folder_has_the_bytes_of_its_source(plain: Path, tmp_path: Path) -> 
     assert made["source"] == [f"{FIRST}gate_up_proj"]
 
 
-def test_blocks_become_the_values_that_transformers_makes_of_them(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_blocks_become_the_values_that_transformers_makes_of_them(plain, tmp_path):
     source = changed(plain, tmp_path / "source", packed, **MXFP4)
     stored = read_tensors(source)
     found = read_tensors(convert(request(source, tmp_path / "out")).ft_dir)
@@ -122,25 +120,25 @@ def test_what_does_not_fit_is_refused_by_name(
     change: Callable[[dict[str, torch.Tensor]], object],
     settings: Mapping[str, Any],
     words: str,
-    plain: Path,
-    tmp_path: Path,
-) -> None:
+    plain,
+    tmp_path,
+):
     source = changed(plain, tmp_path / "source", change, **settings)
     assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
 
-def test_a_scale_that_is_not_a_number_is_found(plain: Path, tmp_path: Path) -> None:
+def test_a_scale_that_is_not_a_number_is_found(plain, tmp_path):
     source = changed(plain, tmp_path / "source", _with_nan, **MXFP4)
     with pytest.raises(ValueError, match=f"{FIRST}down_proj: the checkpoint holds 32 values"):
         convert(request(source, tmp_path / "out"))
 
 
-def test_experts_have_no_form_in_fp8(plain: Path, tmp_path: Path) -> None:
+def test_experts_have_no_form_in_fp8(plain, tmp_path):
     asked = request(plain, tmp_path, fp8="channel")
     assert "GptOssForCausalLM has no form in FP8" in "\n".join(check_conversion(asked))
 
 
-def test_another_gate_than_others_compute_is_remarked(plain: Path, tmp_path: Path) -> None:
+def test_another_gate_than_others_compute_is_remarked(plain, tmp_path):
     source = changed(plain, tmp_path / "source", swiglu_limit=5.0)
     done = convert(request(source, tmp_path / "out"))
     assert mentions(done.remarks, "swiglu_limit are (1.702, 5.0)")

@@ -128,9 +128,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-def test_a_model_comes_back_from_shards_equal_to_the_byte(
-    name: str, tmp_path: Path, soak: int
-) -> None:
+def test_a_model_comes_back_from_shards_equal_to_the_byte(name: str, tmp_path, soak):
     chance = random.Random(name)
     for number in range(soak):
         folder = tmp_path / str(number)
@@ -182,7 +180,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_bert_from_shards_lacks_its_embeddings(tmp_path: Path) -> None:
+def test_a_bert_from_shards_lacks_its_embeddings(tmp_path):
     original = write_model("bert", tmp_path / "original")
     shards = written(original, tmp_path, tp_size=2)
     with pytest.raises(ValueError, match="without its embeddings: convert the original"):
@@ -216,7 +214,7 @@ def edited(shards: Path, settings_: Mapping[str, str]) -> Path:
     return shards
 
 
-def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path: Path) -> None:
+def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path):
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
     folder = way_out(edited(shards, NO_FINAL_NORM), tmp_path)
     assert read_json(folder / "config.json")["model_type"] == "opt"
@@ -234,8 +232,8 @@ def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_no_model_has_are_refused_and_leave_nothing(
-    settings_: dict[str, str], words: str, tmp_path: Path
-) -> None:
+    settings_: dict[str, str], words: str, tmp_path
+):
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
     request = ConversionRequest(
         edited(shards, settings_), tmp_path / "out", 1, "fp32", output_format="huggingface"
@@ -248,7 +246,7 @@ def test_settings_that_no_model_has_are_refused_and_leave_nothing(
     assert not list(tmp_path.glob("out/*"))
 
 
-def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path):
     shards = written(write_model("llama", tmp_path / "original"), tmp_path, tp_size=2)
     victim = shards / "model.layers.1.mlp.dense_4h_to_h.weight.1.bin"
     content = bytearray(victim.read_bytes())
@@ -260,7 +258,7 @@ def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path: Pat
     assert not (tmp_path / "huggingface").exists()
 
 
-def test_the_folder_is_validated_against_its_manifest(tmp_path: Path) -> None:
+def test_the_folder_is_validated_against_its_manifest(tmp_path):
     folder = way_out(write_model("gptj", tmp_path / "original"), tmp_path, max_shard_bytes=20_000)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
@@ -274,7 +272,7 @@ def test_the_folder_is_validated_against_its_manifest(tmp_path: Path) -> None:
     assert mentions(folder_problems(folder), f"{shards[1].name} is missing")
 
 
-def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path: Path) -> None:
+def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path):
     source = write_model("gpt2", tmp_path / "original")
     request = ConversionRequest(
         source, tmp_path, 1, weight_data_type="fp16", output_format="huggingface"
@@ -286,7 +284,7 @@ def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path: Pat
     assert check_conversion(request) == []
 
 
-def test_values_that_fp16_lacks_leave_no_folder(tmp_path: Path) -> None:
+def test_values_that_fp16_lacks_leave_no_folder(tmp_path):
     source = copy_of(
         write_model("gpt2", tmp_path / "original"),
         tmp_path / "large",
@@ -297,7 +295,7 @@ def test_values_that_fp16_lacks_leave_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*huggingface*/*"))
 
 
-def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
+def test_shards_of_shards_are_refused(tmp_path):
     shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
     with pytest.raises(
         ValueError, match="is a folder of shards, which cannot be converted to other"
@@ -305,7 +303,7 @@ def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
         written(shards, tmp_path / "again", tp_size=2)
 
 
-def test_a_hugging_face_folder_has_no_ranks(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_has_no_ranks(tmp_path):
     source = write_model("gpt2", tmp_path / "original")
     with pytest.raises(ValueError, match="--tensor-model-parallel-size=2: a huggingface folder"):
         way_out(source, tmp_path, tp_size=2)
@@ -352,9 +350,7 @@ def megatron_forms(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("form", ["nemo", "megatron", "core", "distributed"])
-def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
-    form: str, tmp_path: Path
-) -> None:
+def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(form: str, tmp_path):
     source = megatron_forms(tmp_path)[form]
     ids = () if form in ("nemo", "megatron") else (("start_id", "1"), ("end_id", "2"))
     folder = way_out(source, tmp_path / form, given=ids)
@@ -363,7 +359,7 @@ def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
     assert_equal(certified(source, folder, tmp_path, given=ids))
 
 
-def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path: Path) -> None:
+def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path):
     forms = megatron_forms(tmp_path)
     ids = (("start_id", "1"), ("end_id", "2"))
     folders = {
@@ -375,7 +371,7 @@ def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path: Path) -> None:
     assert weights["core"] == weights["distributed"]
 
 
-def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path: Path) -> None:
+def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path):
     tensors = gpt_tensors(TinyGPT())
     plain, folded = (
         read_tensors(
@@ -391,7 +387,7 @@ def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path:
         assert torch.equal(folded[key], value + 1 if is_scale else value), key
 
 
-def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path: Path) -> None:
+def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path):
     shards = written(write_model("bloom", tmp_path / "original"), tmp_path, tp_size=2)
     config = shards / "config.ini"
     named = config.read_text().split("\n")
@@ -415,9 +411,7 @@ def wide_heads(path: Path) -> Path:
     return write_core(path, state, hidden_size=64, kv_channels=64)
 
 
-def test_a_head_that_begins_in_a_chunk_ends_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_begins_in_a_chunk_ends_in_it(tmp_path, monkeypatch):
     source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
     expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
     monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
@@ -427,9 +421,7 @@ def test_a_head_that_begins_in_a_chunk_ends_in_it(
     assert found.read_bytes() == expected.read_bytes()
 
 
-def test_an_interrupted_folder_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_folder_is_continued(tmp_path, monkeypatch):
     source = write_model("gptj", tmp_path / "original")
     options = {"max_shard_bytes": 20_000, "processes": 1}
     expected = tensors_of(way_out(source, tmp_path / "whole", **options))

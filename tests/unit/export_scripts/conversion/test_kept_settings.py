@@ -46,7 +46,7 @@ def changed(source: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("bert", "mt5", "opt")])
-def test_every_setting_of_a_folder_comes_back(name: str, tmp_path: Path) -> None:
+def test_every_setting_of_a_folder_comes_back(name: str, tmp_path):
     changes = {} if name.startswith("t5") else CHANGES
     source = changed(write_model(name, tmp_path / "source"), **changes)
     expected = settings(source)
@@ -60,14 +60,14 @@ def test_every_setting_of_a_folder_comes_back(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("way", [written, through_shards])
-def test_a_stated_token_counts_more_than_the_source(way: Any, tmp_path: Path) -> None:
+def test_a_stated_token_counts_more_than_the_source(way: Any, tmp_path):
     source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
     back = way(source, tmp_path, given=(("end_id", "11"),))
     assert settings(back)["eos_token_id"] == 11
     assert settings(back)["pad_token_id"] == 7
 
 
-def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path):
     source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
     shards = written(source, tmp_path, "fastertransformer", given=(("end_id", "11"),))
     back = written(shards, tmp_path)
@@ -75,7 +75,7 @@ def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path: Path) ->
     assert settings(back, "generation_config.json")["eos_token_id"] in (11, [11])
 
 
-def test_a_rotary_base_stated_for_a_folder_has_one_spelling(tmp_path: Path) -> None:
+def test_a_rotary_base_stated_for_a_folder_has_one_spelling(tmp_path):
     source = write_model("llama", tmp_path / "source")
     back = settings(written(source, tmp_path, given=(("rotary_base", "500"),)))
     assert back["rope_theta"] == 500
@@ -102,13 +102,13 @@ def gptj_release(shared: Path, source: Path) -> Path:
     [(neox_release, "max_position_embeddings"), (gptj_release, "n_positions")],
 )
 def test_the_longest_sequence_of_a_release_is_in_the_folder(
-    release: Any, key: str, way: Any, shared: Path, tmp_path: Path
-) -> None:
+    release: Any, key: str, way: Any, shared, tmp_path
+):
     back = way(release(shared, tmp_path / "source"), tmp_path / "out")
     assert settings(back)[key] == 96
 
 
-def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path: Path) -> None:
+def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path):
     source = write_model("llama", tmp_path / "source")
     back = written(changed(source, tie_word_embeddings=True, pad_token_id=7), tmp_path)
     assert settings(back)["tie_word_embeddings"] is False
@@ -125,7 +125,7 @@ def shards_with(source: Path, output: Path, kept: Any) -> Path:
     return shards
 
 
-def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_path: Path) -> None:
+def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_path):
     source = write_model("llama", tmp_path / "source")
     planted = {
         "auto_map": {"AutoModelForCausalLM": "a--b.C"}, "custom_pipelines": {"a": {"impl": "b.py"}},
@@ -146,7 +146,7 @@ def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_pat
         {"sliding_window": 3, "model_type": "mistral"},
     ],
 )
-def test_settings_of_another_model_leave_the_shards_own(kept: Any, tmp_path: Path) -> None:
+def test_settings_of_another_model_leave_the_shards_own(kept: Any, tmp_path):
     source = write_model("llama", tmp_path / "source")
     back = settings(written(shards_with(source, tmp_path, settings(source) | kept), tmp_path))
     assert back["model_type"] == "llama"
@@ -154,7 +154,7 @@ def test_settings_of_another_model_leave_the_shards_own(kept: Any, tmp_path: Pat
     assert not back.get("rope_scaling")
 
 
-def test_settings_that_are_no_table_make_a_manifest_unreadable(tmp_path: Path) -> None:
+def test_settings_that_are_no_table_make_a_manifest_unreadable(tmp_path):
     shards = shards_with(write_model("llama", tmp_path / "source"), tmp_path, [1, 2])
     with pytest.raises(CheckpointMismatchError, match="manifest"):
         written(shards, tmp_path)

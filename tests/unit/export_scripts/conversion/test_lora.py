@@ -96,7 +96,7 @@ def merge_by_peft(base: Path, folder: Path, *adapters: Path) -> Path:
 ALL_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def test_each_setting_of_the_installed_peft_is_known_or_refused() -> None:
+def test_each_setting_of_the_installed_peft_is_known_or_refused():
     usual = peft.LoraConfig().to_dict()
     assert peft_problems(usual, Path("adapter_config.json")) == []
     for name in usual.keys() - known_settings("peft"):
@@ -113,7 +113,7 @@ def tuned_in_place(base: Path, adapter: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("form", ["one file", "distributed"])
-def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path: Path) -> None:
+def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(
         tmp_path / "adapter", base, r=4, lora_alpha=7, use_rslora=True,
@@ -140,7 +140,7 @@ def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path: Path) -> N
     assert_same(converted("out"), shards(merged, tmp_path / "expected"))
 
 
-def test_an_adapter_without_its_model_is_named_as_an_adapter(tmp_path: Path) -> None:
+def test_an_adapter_without_its_model_is_named_as_an_adapter(tmp_path):
     """As verl saves it with save_lora_only."""
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(
@@ -195,7 +195,7 @@ PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", PEFT_CASES)
-def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, tmp_path: Path) -> None:
+def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, tmp_path):
     name, settings = PEFT_CASES[case]
     base = write_model(name, tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, **settings)
@@ -207,7 +207,7 @@ def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, tmp_path: Path)
         assert found != shards(base, out / "g", kind=kind)
 
 
-def test_several_adapters_are_merged_in_order(tmp_path: Path) -> None:
+def test_several_adapters_are_merged_in_order(tmp_path):
     base = write_model("llama", tmp_path / "base")
     one = write_peft(tmp_path / "one", base, r=4, target_modules=["q_proj", "up_proj"])
     head = write_peft(
@@ -217,7 +217,7 @@ def test_several_adapters_are_merged_in_order(tmp_path: Path) -> None:
     assert_same(shards(base, tmp_path / "f", one, head), expected)
 
 
-def test_stored_types_of_model_and_adapter_may_differ(tmp_path: Path) -> None:
+def test_stored_types_of_model_and_adapter_may_differ(tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=ALL_LLAMA)
     for folder, file in ((base, "model.safetensors"), (adapter, "adapter_model.safetensors")):
@@ -228,7 +228,7 @@ def test_stored_types_of_model_and_adapter_may_differ(tmp_path: Path) -> None:
     assert_same(shards(base, tmp_path / "f", adapter, kind="bf16"), expected, "bf16")
 
 
-def test_torch_files_of_peft_are_read(tmp_path: Path) -> None:
+def test_torch_files_of_peft_are_read(tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     expected = shards(base, tmp_path / "e", adapter)
@@ -238,7 +238,7 @@ def test_torch_files_of_peft_are_read(tmp_path: Path) -> None:
     assert shards(base, tmp_path / "f", adapter) == expected
 
 
-def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None:
+def test_the_manifest_and_the_identity_know_the_adapters(tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
@@ -280,16 +280,14 @@ def edit(adapter: Path, **changes: Any) -> None:
         ({"lora_alpha": 10**400}, "is not a number"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_by_name(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_merged_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     edit(adapter, **changes)
     assert named in refusal(base, tmp_path / "out", adapter)
 
 
-def test_adapters_of_other_models_are_refused_all_at_once(tmp_path: Path) -> None:
+def test_adapters_of_other_models_are_refused_all_at_once(tmp_path):
     base = write_model("llama", tmp_path / "base")
     wide = write_model("llama", tmp_path / "wide", intermediate_size=48)
     other = write_model("gpt2", tmp_path / "other")
@@ -303,7 +301,7 @@ def test_adapters_of_other_models_are_refused_all_at_once(tmp_path: Path) -> Non
     assert "which the model does not have" in text
 
 
-def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
+def test_factors_that_are_damaged_are_refused(tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     file = adapter / "adapter_model.safetensors"
@@ -326,8 +324,8 @@ def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
     ("kind", "use_dora"), [("llama", True), ("mistral", False), ("qwen2", False)]
 )
 def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
-    kind: str, use_dora: bool, tmp_path: Path
-) -> None:
+    kind: str, use_dora: bool, tmp_path
+):
     """Torchtune's conversion changes the order of a Qwen2's rows, and leaves out use_dora."""
     base = write_model(kind, tmp_path / "base")
     adapter = write_peft(
@@ -360,7 +358,7 @@ def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
         shards(base, tmp_path / "refused", adapter)
 
 
-def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) -> None:
+def test_trained_tables_saved_with_their_originals_are_merged(tmp_path):
     base = write_model("llama", tmp_path / "base")
     trained = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
     adapter = write_peft(tmp_path / "adapter", base, r=4, **trained)
@@ -374,7 +372,7 @@ def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) ->
     assert_same(shards(base, tmp_path / "out", saved), shards(merged, tmp_path / "expected"))
 
 
-def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path: Path) -> None:
+def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path):
     base = write_model("llama", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
     file = adapter / "adapter_model.safetensors"
@@ -404,8 +402,8 @@ def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path: 
     ],
 )
 def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+    settings: dict[str, Any], tmp_path
+):
     base = write_model("gpt2", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, **settings)
     assert "save the model with a separate head" in refusal(base, tmp_path / "out", adapter)
@@ -497,7 +495,7 @@ def write_nemo_adapter(
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
-def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_path: Path) -> None:
+def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_path):
     torch.manual_seed(3)
     state = core_state()
     factors = all_factors()
@@ -507,7 +505,7 @@ def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_p
     assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
 
 
-def test_adapters_of_the_names_before_megatron_core_are_merged(tmp_path: Path) -> None:
+def test_adapters_of_the_names_before_megatron_core_are_merged(tmp_path):
     model = TinyGPT()
     tensors = gpt_tensors(model)
     name = next(key for key in tensors if key.endswith("1.self_attention.query_key_value.weight"))
@@ -560,7 +558,7 @@ def nemo2_adapter(folder: Path, factors: Mapping[str, Any], **changes: Any) -> P
 
 
 @pytest.mark.parametrize("write", [bridge_adapter, nemo2_adapter])
-def test_distributed_adapters_are_merged(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_distributed_adapters_are_merged(write: Callable[..., Path], tmp_path):
     torch.manual_seed(3)
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = all_factors("")
@@ -575,7 +573,7 @@ def test_distributed_adapters_are_merged(write: Callable[..., Path], tmp_path: P
     assert "alpha = 'x' is not a number" in text
 
 
-def test_nemo_s_other_schemes_are_refused(tmp_path: Path) -> None:
+def test_nemo_s_other_schemes_are_refused(tmp_path):
     base = write_core(tmp_path / "base.nemo", core_state())
     adapter = write_nemo_adapter(
         tmp_path / "lora.nemo", all_factors(), tp=1, pp=1, weight_tying=True

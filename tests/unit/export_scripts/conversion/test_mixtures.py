@@ -97,7 +97,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", list(MIXTURES))
 @pytest.mark.parametrize("form", list(FORMS))
-def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same(name: str, form: str, tmp_path):
     original = write_model(name, tmp_path / "original")
     source = write(tmp_path / "source", FORMS[form](core_mixture(original)), ARGS[name])
     folder = convert(request(source, tmp_path)).ft_dir
@@ -107,7 +107,7 @@ def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) ->
     assert_exact(logits(again), logits(original))
 
 
-def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path: Path) -> None:
+def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path):
     original = write_model("mixtral", tmp_path / "original")
     args = {**ARGS["mixtral"], "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.5}
     source = write(tmp_path / "source", FORMS["each apart"](core_mixture(original)), args)
@@ -117,7 +117,7 @@ def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", sorted({*OTHER_MIXTURES, *SHARED_EXPERTS} - {"nemotron_h"}))
-def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
+def test_a_mixture_of_transformers_comes_back(name: str, tmp_path):
     source = write_model(name, tmp_path / "source")
     folder = convert(request(source, tmp_path / "out")).ft_dir
     assert folder_problems(folder) == []
@@ -128,7 +128,7 @@ def test_a_mixture_of_transformers_comes_back(name: str, tmp_path: Path) -> None
     "name",
     ["mixtral", "qwen3-moe", "deepseek_v3", "ernie4_5-moe", "granitemoe", "nemotron_h", "exaone3"],
 )
-def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Path) -> None:
+def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path):
     """As trainers save a state, which since transformers 5 is not what save_pretrained writes."""
     model = model_of(name)
     model.save_pretrained(tmp_path / "files")
@@ -141,7 +141,7 @@ def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path: Pat
         assert_equal_tensors(found, expected)
 
 
-def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path: Path) -> None:
+def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path):
     source = write_model("mixtral", tmp_path / "source")
     theirs = {
         "block_sparse_moe": "mlp",
@@ -167,7 +167,7 @@ def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path: Path) -> None:
+def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", **changes)
     tensors = read_tensors(source)
     for name in (each for each in tensors if each.endswith("correction_bias")):
@@ -179,7 +179,7 @@ def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path: Path) -
     assert_exact(logits(folder), logits(source))
 
 
-def test_ernie_with_biases_is_refused(tmp_path: Path) -> None:
+def test_ernie_with_biases_is_refused(tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", use_bias=True)
     assert "use_bias = True" in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
@@ -196,8 +196,8 @@ def test_ernie_with_biases_is_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_no_model_computes_is_refused_by_name(
-    changes: Mapping[str, Any], words: str, tmp_path: Path
-) -> None:
+    changes: Mapping[str, Any], words: str, tmp_path
+):
     source = write_model("glm4_moe_lite", tmp_path / "source")
     config = source / "config.json"
     write_json(config, read_json(config) | changes)
@@ -227,7 +227,7 @@ def write_nemo_2(source: Path, original: Path, changes: Mapping[str, Any] = {}) 
 
 
 @pytest.mark.parametrize("kind", ["nemo2", "bridge"])
-def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
+def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path):
     original = write_model("qwen3-moe", tmp_path / "original")
     source = tmp_path / "source"
     if kind == "nemo2":
@@ -242,7 +242,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(MIXTURES))
-def test_an_archive_of_nemo_1_is_read(name: str, tmp_path: Path) -> None:
+def test_an_archive_of_nemo_1_is_read(name: str, tmp_path):
     args, original = ARGS[name], write_model(name, tmp_path / "original", vocab_size=54)
     # megatron-core's own layers, without Transformer Engine, keep the norm apart.
     end = "self_attention.linear_qkv.layer_norm_weight"
@@ -283,14 +283,14 @@ def test_an_archive_of_nemo_1_is_read(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_no_mixture_of_transformers_computes_is_refused(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+    changes: dict[str, Any], words: str, tmp_path
+):
     state = core_mixture(write_model("mixtral", tmp_path / "original"))
     source = write(tmp_path / "source", with_stacked_experts(state), {**ARGS["mixtral"], **changes})
     assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
 
-def test_routing_is_written_as_the_user_states_it(tmp_path: Path) -> None:
+def test_routing_is_written_as_the_user_states_it(tmp_path):
     original = write_model("mixtral", tmp_path / "original")
     args = {**ARGS["mixtral"], "moe_router_pre_softmax": True}
     source = write(tmp_path / "source", with_stacked_experts(core_mixture(original)), args)
@@ -299,7 +299,7 @@ def test_routing_is_written_as_the_user_states_it(tmp_path: Path) -> None:
     assert_exact(logits(folder), logits(original))
 
 
-def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path):
     run = tmp_path / "run"
     for expert in range(2):
         rank = run / "iter_0000007" / f"mp_rank_00_000_{expert:03d}"
@@ -310,7 +310,7 @@ def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path: Pat
     assert "--ckpt-format torch_dist" in problem
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(tmp_path):
     state = by_expert(core_mixture(write_model("mixtral", tmp_path / "original")))
     del state["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
     source = write(tmp_path / "source", state, ARGS["mixtral"], cut=False)
@@ -318,7 +318,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     assert "layers.1.mlp.experts.local_experts.2.linear_fc2.weight is missing" in problem
 
 
-def test_shards_of_a_mixture_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+def test_shards_of_a_mixture_are_refused_with_the_way_that_works(tmp_path):
     original = write_model("mixtral", tmp_path / "original")
     (problem,) = check_conversion(
         request(original, tmp_path / "out", output_format="fastertransformer")
@@ -327,7 +327,7 @@ def test_shards_of_a_mixture_are_refused_with_the_way_that_works(tmp_path: Path)
     assert "deploy.engine=vllm" in problem
 
 
-def test_ft_folders_of_mixtures_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+def test_ft_folders_of_mixtures_are_refused_with_the_way_that_works(tmp_path):
     folder = tmp_path / "1-gpu"
     folder.mkdir()
     (folder / "config.ini").write_text("[gpt]\nhead_num = 4\n[structure]\nexpert_num = 8\n")

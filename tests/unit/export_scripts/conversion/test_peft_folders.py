@@ -90,7 +90,7 @@ def written(base: Path, whole: Path, tmp: Path, adapter: Path, **fields: Any) ->
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
-def test_a_nemo_1_adapter_of_any_training_size(tp: int, pp: int, tmp_path: Path) -> None:
+def test_a_nemo_1_adapter_of_any_training_size(tp: int, pp: int, tmp_path):
     torch.manual_seed(3)
     state, factors = core_state(), all_factors()
     adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=pp)
@@ -102,9 +102,7 @@ def test_a_nemo_1_adapter_of_any_training_size(tp: int, pp: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("write_adapter", [bridge_adapter, nemo2_adapter])
-def test_an_adapter_of_a_distributed_checkpoint(
-    write_adapter: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_adapter_of_a_distributed_checkpoint(write_adapter: Callable[..., Path], tmp_path):
     torch.manual_seed(3)
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = all_factors("")
@@ -137,7 +135,7 @@ def pair(module: str, factors: tuple[torch.Tensor, torch.Tensor]) -> dict[str, t
     }
 
 
-def test_modules_of_some_layers_are_named_one_by_one(tmp_path: Path) -> None:
+def test_modules_of_some_layers_are_named_one_by_one(tmp_path):
     torch.manual_seed(3)
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = some_factors(state, "1.mlp.linear_fc1", "linear_proj")
@@ -184,7 +182,7 @@ def canonical(
 
 
 @pytest.mark.parametrize("kind", ["bridge", "nemo2", "nemo"])
-def test_adapters_of_single_projections(kind: str, tmp_path: Path) -> None:
+def test_adapters_of_single_projections(kind: str, tmp_path):
     torch.manual_seed(3)
     prefix = "model." if kind == "nemo" else ""
     state = {prefix + name.removeprefix("model."): each for name, each in core_state().items()}
@@ -232,7 +230,7 @@ def test_adapters_of_single_projections(kind: str, tmp_path: Path) -> None:
         assert found["r"] == RANK
 
 
-def test_a_model_with_fused_projections_and_transposed_matrices(tmp_path: Path) -> None:
+def test_a_model_with_fused_projections_and_transposed_matrices(tmp_path):
     torch.manual_seed(3)
     model = TinyGPT()
     tensors = gpt_tensors(model)
@@ -259,7 +257,7 @@ def test_a_model_with_fused_projections_and_transposed_matrices(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_experts_have_their_own_updates(name: str, tmp_path: Path) -> None:
+def test_experts_have_their_own_updates(name: str, tmp_path):
     torch.manual_seed(3)
     original = write_model(name, tmp_path / "original")
     count, width = (4, 56) if name == "mixtral" else (6, 20)
@@ -287,7 +285,7 @@ def test_experts_have_their_own_updates(name: str, tmp_path: Path) -> None:
     written(tmp_path / "base", tmp_path / "whole", tmp_path, adapter, given=given)
 
 
-def test_the_folder_is_of_the_type_asked_for(tmp_path: Path) -> None:
+def test_the_folder_is_of_the_type_asked_for(tmp_path):
     state, factors = core_state(), all_factors()
     adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=1, pp=1)
     base = write_core(tmp_path / "base.nemo", state)
@@ -300,7 +298,7 @@ def test_the_folder_is_of_the_type_asked_for(tmp_path: Path) -> None:
     assert torch.equal(found, down)
 
 
-def test_the_rest_is_refused(tmp_path: Path) -> None:
+def test_the_rest_is_refused(tmp_path):
     adapter = write_nemo_adapter(tmp_path / "lora.nemo", all_factors(), tp=1, pp=1)
     base = write_core(tmp_path / "base.nemo", core_state())
     for lora in ((), (adapter, adapter)):

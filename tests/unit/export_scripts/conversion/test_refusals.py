@@ -48,9 +48,7 @@ def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
      "bert/tiny/source", "opt/pre_ln/source", "t5/relu_tied/source"],
 )  # fmt: skip
 @pytest.mark.parametrize("tp_size", [3, 5, 8])
-def test_sizes_that_do_not_divide_are_refused(
-    shared: Path, tmp_path: Path, source: str, tp_size: int
-) -> None:
+def test_sizes_that_do_not_divide_are_refused(shared, tmp_path, source: str, tp_size: int):
     text = refusal(shared / "golden" / source, tmp_path, tp_size=tp_size)
     assert re.search(
         rf"--tensor-model-parallel-size={tp_size} does not divide (head_num|num_heads)=4\b.* of "
@@ -64,9 +62,7 @@ def test_sizes_that_do_not_divide_are_refused(
     ("value", "words"),
     [(float("nan"), "not a number"), (1e6, "become infinite in fp16"), (-1e6, "1e+06")],
 )
-def test_values_that_fp16_cannot_hold_are_named(
-    shared: Path, tmp_path: Path, value: float, words: str
-) -> None:
+def test_values_that_fp16_cannot_hold_are_named(shared, tmp_path, value: float, words: str):
     source = tmp_path / "hf"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     tensors = safetensors.torch.load_file(source / "model.safetensors")
@@ -78,7 +74,7 @@ def test_values_that_fp16_cannot_hold_are_named(
     assert words in text
 
 
-def test_every_tensor_that_overflows_is_named(tmp_path: Path) -> None:
+def test_every_tensor_that_overflows_is_named(tmp_path):
     tensors = gpt_tensors()
     tensors[QKV][0, 0] = 70000.0
     tensors[NEMO + "embedding.word_embeddings.weight"][5, 5] = float("-inf")
@@ -87,7 +83,7 @@ def test_every_tensor_that_overflows_is_named(tmp_path: Path) -> None:
     assert "model.wte: the checkpoint holds 1 values that are infinite" in text
 
 
-def test_an_overflow_is_accepted_where_it_is_allowed_by_name(tmp_path: Path) -> None:
+def test_an_overflow_is_accepted_where_it_is_allowed_by_name(tmp_path):
     tensors = gpt_tensors()
     tensors[QKV][0, 0] = 70000.0
     source = write_nemo(tmp_path / "x.nemo", tensors)
@@ -96,21 +92,21 @@ def test_an_overflow_is_accepted_where_it_is_allowed_by_name(tmp_path: Path) -> 
     assert summary.ft_dir.is_dir()
 
 
-def test_a_large_value_is_no_overflow_in_bf16(tmp_path: Path) -> None:
+def test_a_large_value_is_no_overflow_in_bf16(tmp_path):
     tensors = gpt_tensors()
     tensors[QKV][0, 0] = 70000.0
     source = write_nemo(tmp_path / "x.nemo", tensors)
     assert convert(request(source, tmp_path, weight_data_type="bf16")).ft_dir.is_dir()
 
 
-def test_a_missing_training_rank_is_named(tmp_path: Path) -> None:
+def test_a_missing_training_rank_is_named(tmp_path):
     members = nemo_members(gpt_tensors(), tp=2)
     del members["mp_rank_01/model_weights.ckpt"]
     text = refusal(write_tar(tmp_path / "x.nemo", members), tmp_path)
     assert "checkpoint has 1 of 2 tensor-parallel ranks: mp_rank_01 is missing" in text
 
 
-def test_missing_pipeline_ranks_are_named(tmp_path: Path) -> None:
+def test_missing_pipeline_ranks_are_named(tmp_path):
     members = nemo_members(gpt_tensors(), tp=2, pp=2)
     del members["tp_rank_01_pp_rank_000/model_weights.ckpt"]
     del members["tp_rank_00_pp_rank_001/model_weights.ckpt"]
@@ -119,13 +115,13 @@ def test_missing_pipeline_ranks_are_named(tmp_path: Path) -> None:
     assert "tp_rank_00_pp_rank_001, tp_rank_01_pp_rank_000 are missing" in text
 
 
-def test_ranks_beyond_the_configuration_are_named(tmp_path: Path) -> None:
+def test_ranks_beyond_the_configuration_are_named(tmp_path):
     members = nemo_members(gpt_tensors(), tp=3, config={"tensor_model_parallel_size": 2})
     text = refusal(write_tar(tmp_path / "x.nemo", members), tmp_path)
     assert "holds mp_rank_02, but its configuration says TP 2" in text
 
 
-def test_a_rank_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_a_rank_of_another_shape_is_named(tmp_path):
     folder = tmp_path / "megatron"
     write_megatron(folder, gpt_tensors(), tp=2)
     file = folder / "mp_rank_01" / "model_optim_rng.pt"
@@ -137,7 +133,7 @@ def test_a_rank_of_another_shape_is_named(tmp_path: Path) -> None:
     assert "layers.2.mlp.dense_4h_to_h.weight: training rank 1 has shape [31, 33]" in text
 
 
-def test_every_missing_misshaped_and_unknown_tensor_is_listed(tmp_path: Path) -> None:
+def test_every_missing_misshaped_and_unknown_tensor_is_listed(tmp_path):
     tensors = gpt_tensors()
     del tensors[NEMO + "encoder.layers.3.mlp.dense_4h_to_h.bias"]
     tensors[QKV] = torch.zeros(90, 31)
@@ -149,9 +145,7 @@ def test_every_missing_misshaped_and_unknown_tensor_is_listed(tmp_path: Path) ->
     assert "encoder.layers.0.mlp.dense_h_to_4h_2.weight [[66, 30]] is not a tensor of" in text
 
 
-def test_names_behind_a_prefix_are_reported_to_come_from_a_wrapper(
-    shared: Path, tmp_path: Path
-) -> None:
+def test_names_behind_a_prefix_are_reported_to_come_from_a_wrapper(shared, tmp_path):
     source = tmp_path / "hf"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     weights = source / "model.safetensors"
@@ -161,7 +155,7 @@ def test_names_behind_a_prefix_are_reported_to_come_from_a_wrapper(
     assert "names there begin with 'policy.': save the model without its wrapper" in text
 
 
-def test_flat_parameters_of_fsdp_are_named_with_the_remedy(shared: Path, tmp_path: Path) -> None:
+def test_flat_parameters_of_fsdp_are_named_with_the_remedy(shared, tmp_path):
     source = tmp_path / "hf"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     name = "transformer.h.0._fsdp_wrapped_module._flat_param"
@@ -169,7 +163,7 @@ def test_flat_parameters_of_fsdp_are_named_with_the_remedy(shared: Path, tmp_pat
     assert "save it with SHARDED_STATE_DICT or FULL_STATE_DICT" in refusal(source, tmp_path)
 
 
-def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path):
     tensors = gpt_tensors() | {NEMO + "extra": torch.zeros(2)}
     source = write_nemo(tmp_path / "x.nemo", tensors)
     assert "is not a tensor of" in refusal(source, tmp_path)
@@ -197,21 +191,21 @@ def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Pat
     ],
 )
 def test_models_that_the_layout_cannot_hold_are_refused(
-    tmp_path: Path, config: dict[str, Any], words: str
-) -> None:
+    tmp_path, config: dict[str, Any], words: str
+):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     assert words in refusal(source, tmp_path)
     assert mentions(check_conversion(request(source, tmp_path)), words)
 
 
-def test_tensors_of_low_rank_adapters_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_low_rank_adapters_are_refused(tmp_path):
     key = NEMO + "encoder.layers.0.self_attention.lora_kqv_adapter.linear_in.weight"
     source = write_nemo(tmp_path / "x.nemo", gpt_tensors() | {key: torch.zeros(8, 30)})
     assert "merge them into the base model first" in refusal(source, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
-def test_archive_members_outside_their_folder_are_refused(tmp_path: Path, name: str) -> None:
+def test_archive_members_outside_their_folder_are_refused(tmp_path, name: str):
     path = write_nemo(tmp_path / "x.nemo")
     with tarfile.open(path, "a") as archive:
         info = tarfile.TarInfo(name)
@@ -222,7 +216,7 @@ def test_archive_members_outside_their_folder_are_refused(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
-def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) -> None:
+def test_links_and_devices_in_archives_are_refused(tmp_path, kind: bytes):
     path = write_nemo(tmp_path / "x.nemo")
     with tarfile.open(path, "a") as archive:
         info = tarfile.TarInfo("odd")
@@ -240,7 +234,7 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
         (tarfile.XHDTYPE, "is not a readable tar archive"),
     ],
 )
-def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, words: str) -> None:
+def test_members_smaller_than_nothing_are_refused(tmp_path, kind: bytes, words: str):
     """Python's tarfile can go back by as much, and for ever (CVE-2025-8194)."""
     info = tarfile.TarInfo("odd")
     info.type = kind
@@ -253,7 +247,7 @@ def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, w
 
 
 @pytest.mark.parametrize("text", [b"a: 2020-13-45", b"a: " + b"9" * 5000, b"a: !!python/name:os"])
-def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path: Path, text: bytes) -> None:
+def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path, text: bytes):
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
     assert "x.nemo: model_config.yaml is not YAML: " in refusal(path, tmp_path)
 
@@ -278,8 +272,8 @@ MERGES = b"k0: &k0 {x: 1}\n" + b"".join(
     ids=["aliases", "merges", "a circle", "a number", "a list"],
 )
 def test_a_configuration_that_would_keep_its_reader_busy_is_refused(
-    text: bytes, reported: str, tmp_path: Path
-) -> None:
+    text: bytes, reported: str, tmp_path
+):
     source = tmp_path / "x.nemo"
     write_tar(source, {**nemo_members(gpt_tensors()), "model_config.yaml": text})
     began = time.monotonic()
@@ -289,13 +283,13 @@ def test_a_configuration_that_would_keep_its_reader_busy_is_refused(
 
 
 @pytest.mark.parametrize("text", [b"", b"# nothing", b"- a"])
-def test_a_configuration_without_a_table_is_named(tmp_path: Path, text: bytes) -> None:
+def test_a_configuration_without_a_table_is_named(tmp_path, text: bytes):
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
     assert "x.nemo: model_config.yaml is not a table" in refusal(path, tmp_path)
 
 
 @pytest.mark.parametrize("value", [b"!!bool yep", b"!!int ''", b"!!timestamp today"])
-def test_a_value_that_its_tag_does_not_fit_is_refused(tmp_path: Path, value: bytes) -> None:
+def test_a_value_that_its_tag_does_not_fit_is_refused(tmp_path, value: bytes):
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": b"num_layers: " + value})
     assert "model_config.yaml is not YAML: a value does not fit its tag" in refusal(path, tmp_path)
 
@@ -319,14 +313,14 @@ def nemo_naming(tmp_path: Path, vocab: str, merges: str) -> Path:
 
 @pytest.mark.parametrize(("vocab", "merges"), [(LOGINS, "#version\n"), (VOCABULARY, NETRC)])
 def test_files_outside_of_an_archive_are_taken_only_if_they_are_a_tokenizers(
-    tmp_path: Path, vocab: str, merges: str
-) -> None:
+    tmp_path, vocab: str, merges: str
+):
     text = refusal(nemo_naming(tmp_path, vocab, merges), tmp_path)
     name = "vocab.json" if vocab == LOGINS else "merges.txt"
     assert f"{tmp_path / name} is refused: it is outside of the checkpoint" in text
 
 
-def test_tokenizer_outside_of_an_archive_is_carried(tmp_path: Path) -> None:
+def test_tokenizer_outside_of_an_archive_is_carried(tmp_path):
     source = nemo_naming(tmp_path, VOCABULARY, "#version: 0.2\na b\n")
     folder = convert(request(source, tmp_path)).ft_dir
     assert (folder / "merges.txt").read_text() == "#version: 0.2\na b\n"
@@ -334,9 +328,7 @@ def test_tokenizer_outside_of_an_archive_is_carried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "merges.txt"])
-def test_links_out_of_a_folder_are_not_followed_to_other_files(
-    shared: Path, tmp_path: Path, name: str
-) -> None:
+def test_links_out_of_a_folder_are_not_followed_to_other_files(shared, tmp_path, name: str):
     source = tmp_path / "model"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     (tmp_path / "secret").write_text(NETRC)
@@ -345,7 +337,7 @@ def test_links_out_of_a_folder_are_not_followed_to_other_files(
     assert f"{source / name} is refused: it is outside" in refusal(source, tmp_path)
 
 
-def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path: Path) -> None:
+def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "tokenizer.json").write_text(LOGINS)
     (tmp_path / "model").mkdir()
@@ -355,7 +347,7 @@ def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path: Path) -> None:
         check_outside_files({"tokenizer.json": file}, tmp_path / "model")
 
 
-def test_links_within_a_hub_cache_are_followed(shared: Path, tmp_path: Path) -> None:
+def test_links_within_a_hub_cache_are_followed(shared, tmp_path):
     source = tmp_path / "models--a--b" / "snapshots" / "1"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     blob = tmp_path / "models--a--b" / "blobs" / "2"
@@ -367,7 +359,7 @@ def test_links_within_a_hub_cache_are_followed(shared: Path, tmp_path: Path) -> 
     assert (folder / "generation_config.json").read_text() == "{}"
 
 
-def test_another_folder_of_snapshots_is_no_hub_cache(shared: Path, tmp_path: Path) -> None:
+def test_another_folder_of_snapshots_is_no_hub_cache(shared, tmp_path):
     source = tmp_path / "home" / "snapshots" / "1"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     (tmp_path / "home" / "secret").write_text(NETRC)
@@ -379,9 +371,7 @@ def test_another_folder_of_snapshots_is_no_hub_cache(shared: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "name", ["tokenizer.model", "vocab.txt", "tokenizer.json", "special_tokens_map.json"]
 )
-def test_a_file_far_too_large_for_a_tokenizer_is_not_read(
-    name: str, shared: Path, tmp_path: Path
-) -> None:
+def test_a_file_far_too_large_for_a_tokenizer_is_not_read(name: str, shared, tmp_path):
     source = tmp_path / "model"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     for vocabulary in ("vocab.json", "merges.txt"):
@@ -394,9 +384,7 @@ def test_a_file_far_too_large_for_a_tokenizer_is_not_read(
 
 
 @pytest.mark.parametrize("key", ["activation_function", "model_type", "n_head", "bos_token_id"])
-def test_a_message_does_not_repeat_a_value_of_any_length(
-    key: str, shared: Path, tmp_path: Path
-) -> None:
+def test_a_message_does_not_repeat_a_value_of_any_length(key: str, shared, tmp_path):
     source = tmp_path / "model"
     shutil.copytree(shared / "golden/gpt2/tiny/source", source)
     path = source / "config.json"
@@ -406,14 +394,14 @@ def test_a_message_does_not_repeat_a_value_of_any_length(
     assert len(text) < 10_000
 
 
-def test_names_of_a_checkpoint_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+def test_names_of_a_checkpoint_do_not_reach_the_terminal_as_they_are(tmp_path):
     path = write_tar(tmp_path / "x.nemo", {"../\x1b]0;x\x07": b""})
     text = refusal(path, tmp_path)
     assert "leads outside its folder" in text
     assert text.replace("\n", "").isprintable()
 
 
-def test_a_truncated_archive_is_reported(tmp_path: Path) -> None:
+def test_a_truncated_archive_is_reported(tmp_path):
     path = write_nemo(tmp_path / "x.nemo", tp=2)
     path.write_bytes(path.read_bytes()[:-20000])
     text = refusal(path, tmp_path)
@@ -421,13 +409,13 @@ def test_a_truncated_archive_is_reported(tmp_path: Path) -> None:
     assert "truncated" in text or "missing" in text or "not a readable tar" in text
 
 
-def test_a_truncated_gzip_archive_is_reported(tmp_path: Path) -> None:
+def test_a_truncated_gzip_archive_is_reported(tmp_path):
     path = write_nemo(tmp_path / "x.nemo", gzip=True)
     path.write_bytes(path.read_bytes()[:-5000])
     assert "truncated" in refusal(path, tmp_path)
 
 
-def test_an_existing_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_replaced_unasked(tmp_path):
     first = write_nemo(tmp_path / "a.nemo")
     second = write_nemo(tmp_path / "b.nemo", gpt_tensors(seed=1))
     folder = convert(request(first, tmp_path)).ft_dir
@@ -438,13 +426,13 @@ def test_an_existing_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_foreign_folder_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_folder_in_the_way_is_refused(tmp_path):
     (tmp_path / "out" / "1-gpu").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds another conversion"):
         convert(request(write_nemo(tmp_path / "a.nemo"), tmp_path))
 
 
-def test_unknown_names_and_sizes_are_listed_together(tmp_path: Path) -> None:
+def test_unknown_names_and_sizes_are_listed_together(tmp_path):
     wanted = request(
         tmp_path / "nowhere",
         tmp_path,
@@ -460,50 +448,50 @@ def test_unknown_names_and_sizes_are_listed_together(tmp_path: Path) -> None:
     assert f"--checkpoint-path={tmp_path / 'nowhere'} does not exist" in text
 
 
-def test_another_kind_of_model_than_expected_is_refused(tmp_path: Path) -> None:
+def test_another_kind_of_model_than_expected_is_refused(tmp_path):
     source = write_nemo(tmp_path / "a.nemo")
     assert "--model-type=t5, but" in refusal(source, tmp_path, model_type="t5")
     assert check_conversion(request(source, tmp_path, model_type="gpt3")) == []
 
 
-def test_pipeline_stages_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
+def test_pipeline_stages_that_do_not_divide_the_layers_are_refused(tmp_path):
     text = refusal(write_nemo(tmp_path / "a.nemo"), tmp_path, pp_size=3)
     assert "--pipeline-model-parallel-size=3 does not divide num_layer=4" in text
     assert "use 1, 2 or 4" in text
 
 
-def test_a_path_of_no_known_format_is_reported(tmp_path: Path) -> None:
+def test_a_path_of_no_known_format_is_reported(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"hello")
     text = refusal(tmp_path / "x.bin", tmp_path)
     assert "is not a checkpoint of a known format" in text
     assert ".nemo archive" in text
 
 
-def test_an_unknown_hugging_face_architecture_is_reported(tmp_path: Path) -> None:
+def test_an_unknown_hugging_face_architecture_is_reported(tmp_path):
     write_json(tmp_path / "config.json", {"model_type": "mamba"})
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     text = refusal(tmp_path, tmp_path)
     assert "of an unknown architecture (model type mamba" in text
 
 
-def test_an_unknown_stated_key_is_reported(tmp_path: Path) -> None:
+def test_an_unknown_stated_key_is_reported(tmp_path):
     source = write_nemo(tmp_path / "a.nemo")
     text = refusal(source, tmp_path, given=(("hed_num", "4"),))
     assert "--set hed_num=4: not a key of this model's config.ini" in text
 
 
-def test_prompt_tasks_are_no_key_that_a_user_states(tmp_path: Path) -> None:
+def test_prompt_tasks_are_no_key_that_a_user_states(tmp_path):
     source = write_nemo(tmp_path / "a.nemo")
     assert "--set tasks=1: not a key" in refusal(source, tmp_path, given=(("tasks", "1"),))
 
 
-def test_archives_that_a_source_cannot_take_are_refused(tmp_path: Path) -> None:
+def test_archives_that_a_source_cannot_take_are_refused(tmp_path):
     source = write_nemo(tmp_path / "a.nemo")
     text = refusal(source, tmp_path, ia3_checkpoints=(source,))
     assert "does not support ia3 add-ons" in text
 
 
-def test_checks_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
+def test_checks_import_neither_torch_nor_numpy(tmp_path):
     import subprocess
     import sys
 

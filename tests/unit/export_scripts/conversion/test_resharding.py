@@ -24,8 +24,8 @@ def contents(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 6])
 @pytest.mark.parametrize(("train_tp", "train_pp"), [(2, 1), (3, 1), (6, 1), (1, 2), (2, 2), (3, 4)])
 def test_every_training_layout_gives_the_same_bytes(
-    tmp_path: Path, train_tp: int, train_pp: int, tp_size: int
-) -> None:
+    tmp_path, train_tp: int, train_pp: int, tp_size: int
+):
     whole = write_nemo(tmp_path / "whole.nemo")
     parts = write_nemo(tmp_path / "parts.nemo", tp=train_tp, pp=train_pp)
     expected = contents(folder(whole, tmp_path / "whole", tp_size))
@@ -33,9 +33,7 @@ def test_every_training_layout_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("depths", [(1, 3), (3, 1), (1, 1, 2), (0, 2, 2)])
-def test_stages_of_unequal_depth_are_joined_in_order(
-    tmp_path: Path, depths: tuple[int, ...]
-) -> None:
+def test_stages_of_unequal_depth_are_joined_in_order(tmp_path, depths: tuple[int, ...]):
     whole = write_megatron(tmp_path / "whole", gpt_tensors())
     parts = write_megatron(tmp_path / "parts", gpt_tensors(), pp=4)
     _merge_stages(parts, depths)
@@ -70,7 +68,7 @@ def _merge_stages(source: Path, depths: tuple[int, ...]) -> None:
         shutil.rmtree(file.parent)
 
 
-def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path: Path) -> None:
+def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path):
     """Rows of a large table go through several chunks and transposed tiles."""
     model = TinyGPT(head_num=4, size_per_head=32, inter_size=20_480, num_layer=1, vocab_size=40_000)
     tensors = gpt_tensors(model)
@@ -88,14 +86,14 @@ def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 3, 16])
-def test_the_number_of_workers_changes_nothing(tmp_path: Path, processes: int) -> None:
+def test_the_number_of_workers_changes_nothing(tmp_path, processes: int):
     source = write_nemo(tmp_path / "x.nemo")
     one = folder(source, tmp_path / "one", 2)
     request = ConversionRequest(source, tmp_path / "many", 2, "fp32", processes=processes)
     assert contents(convert(request).ft_dir) == contents(one)
 
 
-def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path: Path) -> None:
+def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path):
     import tarfile
 
     plain = write_nemo(tmp_path / "plain.nemo", tp=2)

@@ -36,7 +36,7 @@ def config(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(state: State, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expected(state: State, config: Path, tmp_path_factory) -> Any:
     folder = tmp_path_factory.mktemp("expected")
     return contents(saved(folder / "source", config, {"model.safetensors": state}), folder / "out")
 
@@ -113,15 +113,11 @@ FORMS: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_model_gives_the_same_folder(
-    form: str, state: State, config: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_every_form_of_a_model_gives_the_same_folder(form: str, state, config, expected, tmp_path):
     source = saved(tmp_path / "source", config, FORMS[form](state))
     assert contents(source, tmp_path / "out") == expected
 
 
-def test_files_of_old_torch_versions_give_the_same_folder(
-    state: State, config: Path, expected: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_files_of_old_torch_versions_give_the_same_folder(state, config, expected, tmp_path):
     source = saved(tmp_path / "source", config, {"pytorch_model.bin": state}, legacy=True)
     assert contents(source, tmp_path / "out") == expected

@@ -28,7 +28,7 @@ def raw(values: list[float], data_type: str) -> np.ndarray:
 @pytest.mark.parametrize("data_type", TYPES)
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, -math.nan])
 @pytest.mark.parametrize("rest", [[1.0], [-1.0], [0.0], [-1.0, 1.0]])
-def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[float]) -> None:
+def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[float]):
     bits = raw([*rest, odd], data_type)
     if math.isnan(odd) and math.copysign(1, odd) < 0:
         bits[-1] |= 0x80  # torch drops the sign of NaN
@@ -36,7 +36,7 @@ def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[f
 
 
 @pytest.mark.parametrize("data_type", TYPES)
-def test_the_largest_finite_values_are_finite(data_type: str) -> None:
+def test_the_largest_finite_values_are_finite(data_type: str):
     top = torch.finfo(torch_dtype(data_type)).max
     for values in ([top, -top], [top], [-top], [0.0], [-0.0]):
         assert is_finite(raw(values, data_type), data_type)
@@ -55,13 +55,8 @@ def written(parts: Parts, tensor: FTTensor, ranks: int, rank: int, kind: str) ->
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0), (1, 0, 3, 2)])
 @pytest.mark.parametrize(("stored", "kind"), [("fp32", "fp16"), ("bf16", "bf16")])
 def test_any_cut_any_split_any_order_of_axes(
-    monkeypatch: pytest.MonkeyPatch,
-    cut: int,
-    split: int,
-    order: tuple[int, ...],
-    stored: str,
-    kind: str,
-) -> None:
+    monkeypatch, cut: int, split: int, order: tuple[int, ...], stored: str, kind: str
+):
     """Small chunks and tiles, so that every border is crossed."""
     monkeypatch.setattr(sharding, "_TILE_COLUMNS", 8)
     monkeypatch.setattr(sharding, "_TILE_ROWS", 5)
@@ -84,7 +79,7 @@ def test_any_cut_any_split_any_order_of_axes(
         )
 
 
-def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch):
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=100)
@@ -94,7 +89,7 @@ def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPa
     assert torch.equal(written(parts, FTTensor("x", (3, 500)), 1, 0, "fp32"), tensor)
 
 
-def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_stays_until_the_next_but_one(monkeypatch):
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=8)
@@ -107,9 +102,7 @@ def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -
     assert bytes(second) == values[1].tobytes()
 
 
-def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_small_files_leave_the_last_chunk_of_a_large_one_alone(monkeypatch):
     """It may still be on its way to the disk when the next files are filled."""
     space = sharding.Workspace(chunk_bytes=1 << 20)
     monkeypatch.setattr(sharding, "_WORKSPACE", space)
@@ -124,7 +117,7 @@ def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
     assert set(last.cast("B").cast("f")) == {1.0}
 
 
-def test_buffers_lie_in_private_memory_from_a_large_page_on() -> None:
+def test_buffers_lie_in_private_memory_from_a_large_page_on():
     """Shared memory gets no large pages, without which direct writes take twice as long."""
     chunk = sharding.Workspace().next_chunk(1 << 20)
     address = chunk.ctypes.data

@@ -63,7 +63,7 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text"
     path.write_text("\n".join(LINES * 30))
     return path
@@ -109,9 +109,7 @@ TEXTS = (*PROBES, *LINES, "<sep>a<sep> <extra_id_1>", "the<ctl>", "foo bar", "w 
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_folders_have_the_ids_and_texts_of_their_sources(
-    python: str | None, corpus: Path, tmp_path: Path
-) -> None:
+def test_folders_have_the_ids_and_texts_of_their_sources(python: str | None, corpus, tmp_path):
     requests, wanted = [], []
     for name, settings in TRAINED.items():
         data = trained(corpus, tmp_path, **settings)
@@ -142,7 +140,7 @@ def test_folders_have_the_ids_and_texts_of_their_sources(
     assert answered(requests, python) == wanted
 
 
-def test_special_tokens_and_rows_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
+def test_special_tokens_and_rows_are_those_of_the_model(corpus, tmp_path):
     source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path))
     folder = convert(request(source, tmp_path / "out")).ft_dir
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -163,8 +161,8 @@ def test_special_tokens_and_rows_are_those_of_the_model(corpus: Path, tmp_path: 
     ],
 )
 def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
-    settings: Mapping[str, Any], reason: str, corpus: Path, tmp_path: Path
-) -> None:
+    settings: Mapping[str, Any], reason: str, corpus, tmp_path
+):
     source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path, **settings))
     wanted = request(source, tmp_path / "out")
     (problem, *_) = check_conversion(wanted)
@@ -178,9 +176,7 @@ def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
     assert any(reason in remark and "left out" in remark for remark in done.remarks)
 
 
-def test_no_tokenizer_is_given_to_a_model_whose_own_class_changes_it(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_no_tokenizer_is_given_to_a_model_whose_own_class_changes_it(corpus, tmp_path):
     data = trained(corpus, tmp_path)
     source = write_model("qwen2", tmp_path / "source", vocab_size=400)
     (tmp_path / "m.model").write_bytes(data)
@@ -206,7 +202,7 @@ def words(count: int = 60, **added: int) -> str:
     )  # fmt: skip
 
 
-def test_a_folder_of_hugging_face_is_copied_whole(tmp_path: Path) -> None:
+def test_a_folder_of_hugging_face_is_copied_whole(tmp_path):
     source = write_model("llama", tmp_path / "source")
     files = {
         "tokenizer.json": words(50, pad=50, picture=60),
@@ -237,8 +233,8 @@ def test_a_folder_of_hugging_face_is_copied_whole(tmp_path: Path) -> None:
     ],
 )
 def test_a_tokenizer_that_cannot_be_the_models_is_refused(
-    name: str, text: str, reason: str, tmp_path: Path
-) -> None:
+    name: str, text: str, reason: str, tmp_path
+):
     source = write_model("llama", tmp_path / "source")
     (source / "tokenizer.json").write_text(words(50))
     (source / name).write_text(text)
@@ -246,7 +242,7 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(
         convert(request(source, tmp_path / "out"))
 
 
-def test_a_slow_tokenizer_keeps_its_names_and_class(corpus: Path, tmp_path: Path) -> None:
+def test_a_slow_tokenizer_keeps_its_names_and_class(corpus, tmp_path):
     source = write_model("t5", tmp_path / "source", vocab_size=400)
     (source / "spiece.model").write_bytes(trained(corpus, tmp_path))
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
@@ -284,9 +280,7 @@ def byte_pairs(folder: Path) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("kind", "ids"), [("Case", [6, 1]), ("LowerCase", [5, 5])])
-def test_word_pieces_have_the_case_that_their_source_states(
-    kind: str, ids: list[int], tmp_path: Path
-) -> None:
+def test_word_pieces_have_the_case_that_their_source_states(kind: str, ids: list[int], tmp_path):
     data = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nA\n"
     tokenizer = {
         "library": "megatron", "type": f"BertWordPiece{kind}", "vocab_file": "nemo:a_vocab.txt"
@@ -296,7 +290,7 @@ def test_word_pieces_have_the_case_that_their_source_states(
     assert load_tokenizer(folder).encode("A \u00c1") == ids
 
 
-def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path: Path) -> None:
+def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path):
     data = tiktoken_list(b"th", b"the", b" the", b"he", b" t", b"\xe4\xbd")
     tokenizer = {"library": "tiktoken", "vocab_file": "nemo:a_vocab.json"}
     sizes = {"vocab_size": 264, "tiktoken_num_special_tokens": 3}
@@ -316,7 +310,7 @@ def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path: Path) -> None:
         assert 2 not in ours.encode("</s>")
 
 
-def test_the_end_of_a_text_is_a_token_by_its_id_alone(tmp_path: Path) -> None:
+def test_the_end_of_a_text_is_a_token_by_its_id_alone(tmp_path):
     source, _ = byte_pairs(tmp_path)
     folder = convert(request(source, tmp_path / "out")).ft_dir
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)

@@ -3,7 +3,6 @@
 import argparse
 import io
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def tensor(shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> PickledO
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 5000])
-def test_torch_loads_a_tensor(offset: int, tmp_path: Path) -> None:
+def test_torch_loads_a_tensor(offset: int, tmp_path):
     values = torch.randn(3, 5, dtype=torch.bfloat16)
     raw = values.view(torch.uint8).numpy().tobytes()
     archive = Archive(tensor((3, 5), "torch.BFloat16Storage"), len(raw), offset)
@@ -44,18 +43,18 @@ def test_torch_loads_a_tensor(offset: int, tmp_path: Path) -> None:
         {"a": 1, "b": [True, "text", 1e-5, -(1 << 40)], "c": (1, (2, ())), "d": {}, "e": []},
     ],
 )
-def test_torch_loads_plain_values(value: Any) -> None:
+def test_torch_loads_plain_values(value: Any):
     data = b"".join(Archive(value).parts())
     assert torch.load(io.BytesIO(data), weights_only=True) == value
 
 
-def test_an_object_has_its_state() -> None:
+def test_an_object_has_its_state():
     value = PickledObject("argparse.Namespace", state={"layers": 2, "sizes": [1, None]})
     loaded = torch.load(io.BytesIO(b"".join(Archive(value).parts())), weights_only=False)
     assert loaded == argparse.Namespace(layers=2, sizes=[1, None])
 
 
-def test_a_tensor_beyond_four_gib_is_found(tmp_path: Path) -> None:
+def test_a_tensor_beyond_four_gib_is_found(tmp_path):
     count = (5 << 30) // 4
     before, after = Archive(tensor((count,)), 4 * count).parts()
     path = tmp_path / "large.pt"

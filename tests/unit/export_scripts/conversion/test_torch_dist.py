@@ -56,7 +56,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     ("name", "form"),
     [*((name, "gpt") for name in SAME), *((name, "hybrid") for name in HYBRID)],
 )
-def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path: Path) -> None:
+def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path):
     source = write(name, tmp_path / name)
     there = convert(request(source, tmp_path / "out", megatron_model=form)).ft_dir
     assert there.name == "torch_dist"
@@ -70,7 +70,7 @@ def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("form", ["gpt", "hybrid"])
-def test_torch_reads_every_tensor(form: str, tmp_path: Path) -> None:
+def test_torch_reads_every_tensor(form: str, tmp_path):
     source = write_model("llama", tmp_path / "llama")
     options: dict[str, Any] = {"megatron_model": form, "max_shard_bytes": 20_000}
     folder = convert(request(source, tmp_path / "out", **options)).ft_dir / "release"
@@ -97,7 +97,7 @@ def test_torch_reads_every_tensor(form: str, tmp_path: Path) -> None:
     assert ends == ({"shard_0_2", "shard_1_2"} if form == "gpt" else {"shard_0_1"})
 
 
-def test_experts_are_stacked_as_grouped_layers_read_them(tmp_path: Path) -> None:
+def test_experts_are_stacked_as_grouped_layers_read_them(tmp_path):
     source = write_model("mixtral", tmp_path / "mixtral")
     folder = convert(request(source, tmp_path / "out")).ft_dir / "release"
     described: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -106,7 +106,7 @@ def test_experts_are_stacked_as_grouped_layers_read_them(tmp_path: Path) -> None
     assert name in described
 
 
-def test_layers_of_two_kinds_have_a_tensor_each(tmp_path: Path) -> None:
+def test_layers_of_two_kinds_have_a_tensor_each(tmp_path):
     """Norms are where Transformer Engine's layers read them."""
     source = write_model("deepseek_v3", tmp_path / "deepseek")
     folder = convert(request(source, tmp_path / "out")).ft_dir
@@ -123,7 +123,7 @@ def test_layers_of_two_kinds_have_a_tensor_each(tmp_path: Path) -> None:
     }
 
 
-def test_arguments_are_those_of_the_model(tmp_path: Path) -> None:
+def test_arguments_are_those_of_the_model(tmp_path):
     source = write_model("qwen2", tmp_path / "qwen2")
     folder = convert(request(source, tmp_path / "out", megatron_model="hybrid")).ft_dir
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -159,8 +159,8 @@ def test_arguments_are_those_of_the_model(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_megatron_lm_lacks_is_refused_by_name(
-    name: str, form: str, named: str, tmp_path: Path
-) -> None:
+    name: str, form: str, named: str, tmp_path
+):
     wanted = request(write_model(name, tmp_path / name), tmp_path / "out", megatron_model=form)
     problems = check_conversion(wanted)
     assert mentions(problems, named), problems
@@ -169,7 +169,7 @@ def test_a_model_that_megatron_lm_lacks_is_refused_by_name(
     assert not list((tmp_path / "out").glob("torch_dist*"))
 
 
-def test_shards_and_another_release_become_a_checkpoint_too(tmp_path: Path) -> None:
+def test_shards_and_another_release_become_a_checkpoint_too(tmp_path):
     source = write_model("llama", tmp_path / "llama")
     shards = convert(
         dataclasses.replace(request(source, tmp_path), output_format="fastertransformer")
@@ -180,12 +180,12 @@ def test_shards_and_another_release_become_a_checkpoint_too(tmp_path: Path) -> N
     assert_equal_tensors(tensors(back), tensors(source))
 
 
-def test_a_layout_without_a_checkpoint_of_its_kind_is_refused(tmp_path: Path) -> None:
+def test_a_layout_without_a_checkpoint_of_its_kind_is_refused(tmp_path):
     wanted = request(tmp_path, tmp_path / "out", "huggingface", megatron_model="hybrid")
     assert mentions(check_conversion(wanted), "--megatron-model=hybrid")
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(tmp_path):
     source = write_model("llama", tmp_path / "llama")
     folder = convert(request(source, tmp_path / "out")).ft_dir
     file = folder / "release" / "__0_0.distcp"

@@ -36,7 +36,7 @@ def write_prompts(path: Path, **tables: torch.Tensor) -> Path:
     ("name", "hidden"),
     [("gptj", 24), ("gptneox-parallel", 32), ("gpt2", 24), ("bloom", 24), ("opt", 24)],
 )
-def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path: Path) -> None:
+def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path):
     tables = {"boolq": torch.randn(3, hidden), "squad": torch.randn(5, hidden)}
     request = ConversionRequest(
         write_model(name, tmp_path / "source"),
@@ -54,7 +54,7 @@ def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path: Pat
         assert torch.equal(reader.read(f"model.prompt_table.{task}.weight"), rows)
 
 
-def test_tables_of_another_width_are_refused(tmp_path: Path) -> None:
+def test_tables_of_another_width_are_refused(tmp_path):
     request = ConversionRequest(
         write_model("gptj", tmp_path / "source"),
         tmp_path / "out",
@@ -67,7 +67,7 @@ def test_tables_of_another_width_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out/1-gpu").exists()
 
 
-def test_prompts_and_ia3_leave_only_if_they_may_be_left_out(tmp_path: Path) -> None:
+def test_prompts_and_ia3_leave_only_if_they_may_be_left_out(tmp_path):
     archive = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 24))
     source = write_model("gpt2", tmp_path / "source")
     request = ConversionRequest(

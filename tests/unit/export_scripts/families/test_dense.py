@@ -75,15 +75,13 @@ def config_for(tp_size: int, **changes: Any) -> DenseConfig:
 
 
 @pytest.mark.parametrize(("tp_size", "stored"), [(1, 4), (2, 4), (4, 4), (12, 12)])
-def test_every_rank_has_a_key_head(tp_size: int, stored: int) -> None:
+def test_every_rank_has_a_key_head(tp_size: int, stored: int):
     architecture = config_for(tp_size).architecture()
     assert architecture.kv_head_num == stored
     assert architecture.kv_head_num % tp_size == 0
 
 
-def test_ranks_that_neither_divide_nor_are_multiples_of_the_key_heads_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_ranks_that_neither_divide_nor_are_multiples_of_the_key_heads_are_refused(tmp_path):
     source = write_llama(tmp_path / "s", num_attention_heads=12, num_key_value_heads=4)
     text = problems_of(source, tmp_path, tp_size=6)
     assert "does not divide kv_head_num=4" in text
@@ -92,7 +90,7 @@ def test_ranks_that_neither_divide_nor_are_multiples_of_the_key_heads_are_refuse
     assert "does not divide head_num=12" in text
 
 
-def test_fastertransformer_is_known_not_to_serve_it() -> None:
+def test_fastertransformer_is_known_not_to_serve_it():
     assert not DENSE.ft_backend
 
 
@@ -103,13 +101,13 @@ def test_fastertransformer_is_known_not_to_serve_it() -> None:
         ("spiral", "rotary_scaling_type = spiral; known: None, linear"),
     ],
 )
-def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words: str) -> None:
+def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words: str):
     with pytest.raises(ValueError, match=words):
         config_for(1, rotary_scaling_type=kind)
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "attention_softcap", "rotary_base"])
-def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str) -> None:
+def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str):
     with pytest.raises(ValueError, match=f"{name} = 0.0: expected a number greater than 0"):
         config_for(1, **{name: 0.0})
 
@@ -162,13 +160,11 @@ def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str) -> None:
         ({"mlp_bias": True}, "mlp.down_proj.bias is missing"),
     ],
 )  # fmt: skip
-def test_models_beyond_the_layout_are_refused(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+def test_models_beyond_the_layout_are_refused(tmp_path, settings: dict[str, Any], words: str):
     assert words in problems_of(write_llama(tmp_path / "s", **settings), tmp_path)
 
 
-def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path: Path) -> None:
+def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path):
     source = write_llama(tmp_path / "s", attention_bias=False)
     state = tensors(CONFIG | {"model_type": "qwen2"})
     safetensors.torch.save_file(state, source / "model.safetensors")
@@ -183,8 +179,8 @@ def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path: Path
     ],
 )
 def test_what_transformers_does_not_compute_is_reported(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+    tmp_path, settings: dict[str, Any], words: str
+):
     source = write_llama(tmp_path / "s", **settings)
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert mentions(summary.remarks, words)
@@ -204,8 +200,8 @@ def test_what_transformers_does_not_compute_is_reported(
     ],
 )  # fmt: skip
 def test_the_sliding_window_follows_the_kind_of_model(
-    tmp_path: Path, settings: dict[str, Any], window: int | None
-) -> None:
+    tmp_path, settings: dict[str, Any], window: int | None
+):
     source = write_llama(tmp_path / "s", **settings)
     assert converted(source, tmp_path / "out").config.sliding_window == window
 
@@ -219,8 +215,8 @@ def test_the_sliding_window_follows_the_kind_of_model(
     ],
 )
 def test_token_ids_set_to_null_are_looked_for_elsewhere(
-    tmp_path: Path, generation: dict[str, Any], given: Any, expected: tuple[int, int]
-) -> None:
+    tmp_path, generation: dict[str, Any], given: Any, expected: tuple[int, int]
+):
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
     write_json(source / "generation_config.json", generation)
     config = converted(source, tmp_path / "out", given=given).config
@@ -237,8 +233,8 @@ def test_token_ids_set_to_null_are_looked_for_elsewhere(
     ],
 )
 def test_a_negative_token_id_counts_as_none(
-    tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int], words: str | None
-) -> None:
+    tmp_path, settings: dict[str, Any], expected: tuple[int, int], words: str | None
+):
     source = write_llama(tmp_path / "s", **settings)
     remarks = "\n".join(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).remarks)
     assert ("counts as none" in remarks) is (words is not None)
@@ -248,9 +244,7 @@ def test_a_negative_token_id_counts_as_none(
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 80])
-def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(
-    tmp_path: Path, token: int
-) -> None:
+def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(tmp_path, token: int):
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
     added = {"added_tokens": [{"id": token, "content": "</s>"}]}
     write_json(source / "tokenizer.json", added)
@@ -259,21 +253,19 @@ def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(
     assert words in problems_of(source, tmp_path)
 
 
-def test_generation_config_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+def test_generation_config_that_nests_too_deep_is_refused(tmp_path):
     source = write_llama(tmp_path / "s", bos_token_id=None)
     (source / "generation_config.json").write_text("[" * 100_000)
     assert "generation_config.json is not a JSON object" in problems_of(source, tmp_path)
 
 
-def test_unknown_token_ids_are_asked_for(tmp_path: Path) -> None:
+def test_unknown_token_ids_are_asked_for(tmp_path):
     source = write_llama(tmp_path / "s", model_type="qwen2", bos_token_id=None, eos_token_id=None)
     assert "state --set start_id=.. --set end_id=.." in problems_of(source, tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "warned"), [("qwen2", True), ("llama", False)])
-def test_fp16_is_warned_about_where_it_is_known_to_overflow(
-    tmp_path: Path, kind: str, warned: bool
-) -> None:
+def test_fp16_is_warned_about_where_it_is_known_to_overflow(tmp_path, kind: str, warned: bool):
     source = write_llama(tmp_path / "s", model_type=kind, torch_dtype="bfloat16")
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp16"))
     assert mentions(summary.remarks, "trained in bf16") is warned
@@ -298,8 +290,8 @@ PHI_3 = {"config": {"eos_token_id": 90}, "generation": {"eos_token_id": [90, 91,
     ],
 )
 def test_the_folder_names_every_token_that_ends_an_answer(
-    tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
-) -> None:
+    tmp_path, files: dict[str, Any], expected: tuple[int, ...]
+):
     source = write_llama(tmp_path / "s", **files["config"])
     if "generation" in files:
         write_json(source / "generation_config.json", files["generation"])
@@ -317,7 +309,7 @@ def test_the_folder_names_every_token_that_ends_an_answer(
 
 
 @pytest.mark.parametrize("value", ["</s>", [2, None], {"id": 2}, True, [1 << 40]])
-def test_an_end_token_that_is_no_token_is_refused(tmp_path: Path, value: Any) -> None:
+def test_an_end_token_that_is_no_token_is_refused(tmp_path, value: Any):
     source = write_llama(tmp_path / "s", eos_token_id=2)
     write_json(source / "generation_config.json", {"eos_token_id": value})
     assert "eos_token_id" in problems_of(source, tmp_path)

@@ -19,7 +19,7 @@ def problems_of(source: Path, tmp_path: Path) -> str:
     return "\n".join(check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32")))
 
 
-def test_norms_fused_into_the_next_linear_are_found(tmp_path: Path) -> None:
+def test_norms_fused_into_the_next_linear_are_found(tmp_path):
     state = core_state(fused_norms=True)
     reader = converted(write_core(tmp_path / "a.nemo", state), tmp_path / "out")
     found = reader.read("model.layers.1.post_attention_layernorm.weight")
@@ -47,8 +47,8 @@ def test_norms_fused_into_the_next_linear_are_found(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_settings_in_the_names_of_nemo_are_carried(
-    tmp_path: Path, settings: dict[str, Any], expected: dict[str, Any]
-) -> None:
+    tmp_path, settings: dict[str, Any], expected: dict[str, Any]
+):
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
     config = converted(source, tmp_path / "out").config
     assert {name: getattr(config, name) for name in expected} == expected
@@ -76,13 +76,13 @@ def test_settings_in_the_names_of_nemo_are_carried(
     ],
 )
 def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+    tmp_path, settings: dict[str, Any], words: str
+):
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
     assert words in problems_of(source, tmp_path)
 
 
-def test_transformer_engine_fp8_state_is_ignored(tmp_path: Path) -> None:
+def test_transformer_engine_fp8_state_is_ignored(tmp_path):
     state = core_state()
     state["model.decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(3)
     assert problems_of(write_core(tmp_path / "a.nemo", state), tmp_path) == ""
@@ -125,7 +125,7 @@ _TRAINED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("kind", _TRAINED)
-def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_path: Path) -> None:
+def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_path):
     settings, shapes = _TRAINED[kind]
     state = _with(core_state(), **shapes) | ({} if kind == "qwen3" else _FINAL_BIAS)
     source = write_core(tmp_path / "a.nemo", state, **settings)

@@ -35,7 +35,7 @@ def reader(source: Path, tmp_path: Path, tp_size: int = 1, **fields: Any) -> Ope
     return OpenedFolder(convert(request).ft_dir)
 
 
-def test_layernorm1p_scales_get_one_added(tmp_path: Path) -> None:
+def test_layernorm1p_scales_get_one_added(tmp_path):
     tensors = gpt_tensors()
     source = write_nemo(tmp_path / "x.nemo", config={"normalization": "layernorm1p"})
     ft = reader(source, tmp_path)
@@ -47,7 +47,7 @@ def test_layernorm1p_scales_get_one_added(tmp_path: Path) -> None:
     assert torch.equal(ft.read("model.layers.1.input_layernorm.bias"), bias)
 
 
-def test_a_legacy_model_of_nemo_keeps_all_queries_before_the_keys(tmp_path: Path) -> None:
+def test_a_legacy_model_of_nemo_keeps_all_queries_before_the_keys(tmp_path):
     tensors = gpt_tensors()
     legacy = {
         name: value.unflatten(0, (MODEL.head_num, 3, -1)).transpose(0, 1).flatten(0, 2)
@@ -63,7 +63,7 @@ def test_a_legacy_model_of_nemo_keeps_all_queries_before_the_keys(tmp_path: Path
         assert torch.equal(found.read(name + kind), plain.read(name + kind))
 
 
-def test_models_without_biases_get_zero_files(tmp_path: Path) -> None:
+def test_models_without_biases_get_zero_files(tmp_path):
     tensors = {
         name: tensor
         for name, tensor in gpt_tensors().items()
@@ -78,7 +78,7 @@ def test_models_without_biases_get_zero_files(tmp_path: Path) -> None:
     assert torch.equal(ft.read("model.layers.2.input_layernorm.bias"), norm)
 
 
-def test_an_untied_output_layer_becomes_the_head(tmp_path: Path) -> None:
+def test_an_untied_output_layer_becomes_the_head(tmp_path):
     head = torch.randn(MODEL.vocab_size, MODEL.hidden)
     tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
     config = {"share_embeddings_and_output_weights": False}
@@ -87,13 +87,13 @@ def test_an_untied_output_layer_becomes_the_head(tmp_path: Path) -> None:
     assert ft.config.architecture().untied_head
 
 
-def test_a_tied_model_writes_no_head(tmp_path: Path) -> None:
+def test_a_tied_model_writes_no_head(tmp_path):
     ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
     assert not ft.has("model.lm_head.weight")
     assert not ft.config.architecture().untied_head
 
 
-def test_a_lost_head_is_noticed(tmp_path: Path) -> None:
+def test_a_lost_head_is_noticed(tmp_path):
     head = torch.randn(MODEL.vocab_size, MODEL.hidden)
     tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
     ft = reader(write_nemo(tmp_path / "x.nemo", tensors), tmp_path)
@@ -102,14 +102,14 @@ def test_a_lost_head_is_noticed(tmp_path: Path) -> None:
         FTReader(ft.path)
 
 
-def test_a_head_that_is_neither_stored_nor_tied_is_missing(tmp_path: Path) -> None:
+def test_a_head_that_is_neither_stored_nor_tied_is_missing(tmp_path):
     config = {"share_embeddings_and_output_weights": False}
     source = write_nemo(tmp_path / "x.nemo", config=config)
     with pytest.raises(ValueError, match=r"output_layer\.weight is missing"):
         reader(source, tmp_path)
 
 
-def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path: Path) -> None:
+def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path):
     members = nemo_members(gpt_tensors())
     run = tmp_path / "run"
     run.mkdir()
@@ -118,7 +118,7 @@ def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path:
     assert reader(run, tmp_path, given=(("end_id", "5"),)).config.end_id == 5
 
 
-def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path: Path) -> None:
+def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path):
     tensors = gpt_tensors()
     tensors["model.word_embeddings.weight"] = tensors[NEMO + "embedding.word_embeddings.weight"]
     assert reader(write_nemo(tmp_path / "x.nemo", tensors, pp=2), tmp_path).config.end_id == 52
@@ -134,8 +134,8 @@ def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path: Path) -> None
     ],
 )
 def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
-    tmp_path: Path, version: float, order: tuple[str, ...], stack: str, attention: str
-) -> None:
+    tmp_path, version: float, order: tuple[str, ...], stack: str, attention: str
+):
     tensors = gpt_tensors()
     expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
     sizes = {"n": MODEL.head_num, "k": 3, "d": MODEL.size_per_head}
@@ -156,13 +156,13 @@ def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
             assert torch.equal(ft.read(name), expected.read(name))
 
 
-def test_version_0_asks_for_its_heads(tmp_path: Path) -> None:
+def test_version_0_asks_for_its_heads(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(), version=0, stack="transformer")
     with pytest.raises(ValueError, match="state --set head_num="):
         convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
 
 
-def test_version_0_counts_the_rows_of_every_training_rank(tmp_path: Path) -> None:
+def test_version_0_counts_the_rows_of_every_training_rank(tmp_path):
     """Its files hold no vocabulary size; the reference sums the ranks of one group only."""
     tensors = gpt_tensors()
     source = write_megatron(tmp_path / "m", tensors, version=0, stack="transformer", tp=2)
@@ -172,7 +172,7 @@ def test_version_0_counts_the_rows_of_every_training_rank(tmp_path: Path) -> Non
     assert torch.equal(ft.read("model.wte"), tensors[NEMO + "embedding.word_embeddings.weight"])
 
 
-def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path: Path) -> None:
+def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(), tp=2, pp=2)
     for folder in list(source.glob("mp_rank_*")):
         t, p = folder.name.removeprefix("mp_rank_").split("_")
@@ -183,13 +183,13 @@ def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path: Path) -> None:
     assert torch.equal(ft.read(name), expected.read(name))
 
 
-def test_an_unknown_checkpoint_version_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_checkpoint_version_is_refused(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(), version=4.0)
     with pytest.raises(ValueError, match=r"checkpoint_version = 4\.0; known versions: 0, 1, 2, 3"):
         convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
 
 
-def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path: Path) -> None:
+def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path):
     write_megatron(tmp_path / "m" / "iter_0000100", gpt_tensors(seed=1))
     write_megatron(tmp_path / "m" / "iter_0000200", gpt_tensors(seed=2))
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("200")
@@ -224,9 +224,7 @@ def core_tensors(*, fused_norms: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("same", "untied"), [(True, False), (False, True)])
-def test_a_stored_output_layer_of_a_tied_core_model_is_compared(
-    tmp_path: Path, same: bool, untied: bool
-) -> None:
+def test_a_stored_output_layer_of_a_tied_core_model_is_compared(tmp_path, same: bool, untied: bool):
     tensors = core_tensors(fused_norms=False)
     embedding = tensors["model.embedding.word_embeddings.weight"]
     tensors["model.output_layer.weight"] = embedding.clone() if same else embedding + 1
@@ -235,20 +233,20 @@ def test_a_stored_output_layer_of_a_tied_core_model_is_compared(
     assert ft.has("model.lm_head.weight") is untied
 
 
-def test_special_tokens_can_be_stated(tmp_path: Path) -> None:
+def test_special_tokens_can_be_stated(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
     ft = reader(source, tmp_path, given=(("start_id", "1"), ("end_id", "7")))
     assert (ft.config.start_id, ft.config.end_id) == (1, 7)
 
 
-def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path: Path) -> None:
+def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path):
     tokenizer = {"library": "sentencepiece", "type": None, "model": None}
     source = write_nemo(tmp_path / "x.nemo", config={"tokenizer": tokenizer})
     with pytest.raises(ValueError, match="start_id and end_id are unknown"):
         reader(source, tmp_path)
 
 
-def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -> None:
+def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path):
     vocab = tmp_path / "my-vocab.json"
     write_json(vocab, {"<|endoftext|>": 9})
     ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=vocab)
@@ -257,7 +255,7 @@ def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -
     assert (ft.path / "merges.txt").exists()
 
 
-def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Path) -> None:
+def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path):
     given = tmp_path / "20B_tokenizer.json"
     write_json(given, {"version": "1.0", "model": {"type": "BPE", "vocab": {}}})
     ids = (("start_id", "0"), ("end_id", "0"))
@@ -267,14 +265,14 @@ def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]"])
-def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path):
     given = tmp_path / "my-vocab.json"
     given.write_text(text)
     with pytest.raises(ValueError, match=r"my-vocab\.json"):
         reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given)
 
 
-def test_prompt_tables_are_cast_to_the_folder_s_type(shared: Path, tmp_path: Path) -> None:
+def test_prompt_tables_are_cast_to_the_folder_s_type(shared, tmp_path):
     case = shared / "golden/gpt_nemo/prompt_table/source"
     request = ConversionRequest(
         case / "megatron_gpt.nemo", tmp_path, 1, "fp16", prompt_checkpoints=(case / "prompt.nemo",)
@@ -288,7 +286,7 @@ def test_prompt_tables_are_cast_to_the_folder_s_type(shared: Path, tmp_path: Pat
     assert size == 4 * 32 * np.dtype(np.float16).itemsize
 
 
-def test_the_same_task_from_two_archives_is_refused(shared: Path, tmp_path: Path) -> None:
+def test_the_same_task_from_two_archives_is_refused(shared, tmp_path):
     case = shared / "golden/gpt_nemo/prompt_table/source"
     prompt = case / "prompt.nemo"
     request = ConversionRequest(
@@ -309,9 +307,7 @@ def test_the_same_task_from_two_archives_is_refused(shared: Path, tmp_path: Path
         ({"bias_activation_fusion": False, "activation": "relu"}, False),
     ],
 )
-def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(
-    tmp_path: Path, config: dict[str, Any], exact: bool
-) -> None:
+def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config: dict[str, Any], exact: bool):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
@@ -321,9 +317,7 @@ def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(
     ("args", "exact"),
     [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
 )
-def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
-    tmp_path: Path, args: dict[str, Any], exact: bool
-) -> None:
+def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(tmp_path, args: dict[str, Any], exact: bool):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
     folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
@@ -333,7 +327,7 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
     ("args", "exact"),
     [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
 )
-def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool) -> None:
+def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool):
     reader = SimpleNamespace(format="megatron", is_distributed=True)
     config = {"openai_gelu": True, "num_attention_heads": 4, "hidden_size": 16} | args
     facts: Any = SimpleNamespace(reader=reader, config=config)
@@ -349,16 +343,14 @@ def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool
         ({"window_size": [4, 0]}, "window_size = [4, 0]: attention has a window"),
     ],
 )
-def test_settings_that_no_tensor_shows_are_refused(
-    tmp_path: Path, config: dict[str, Any], words: str
-) -> None:
+def test_settings_that_no_tensor_shows_are_refused(tmp_path, config: dict[str, Any], words: str):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
     assert mentions(problems, words)
 
 
 @pytest.mark.parametrize("flag", ["squared_relu", "quick_geglu"])
-def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path: Path, flag: str) -> None:
+def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path, flag: str):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args={flag: True})
     problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
     assert mentions(problems, "activation")

@@ -24,39 +24,33 @@ def hugging_face(shared: Path) -> Path:
 
 
 @pytest.fixture
-def release(shared: Path, tmp_path: Path) -> Path:
+def release(shared: Path, tmp_path) -> Path:
     source = tmp_path / "source"
     shutil.copytree(shared / "golden/gptj_slim/tiny/source", source)
     return source
 
 
-def test_rotary_dimensions_that_are_null_are_the_whole_head(
-    hugging_face: Path, tmp_path: Path
-) -> None:
+def test_rotary_dimensions_that_are_null_are_the_whole_head(hugging_face, tmp_path):
     source = copy_of(hugging_face, tmp_path / "s")
     settings = read_json(source / "config.json")
     write_json(source / "config.json", settings | {"rotary_dim": None})
     assert converted(source, tmp_path).config.rotary_embedding == 8
 
 
-def test_rotary_dimensions_that_are_absent_are_the_64_of_transformers(
-    hugging_face: Path, tmp_path: Path
-) -> None:
+def test_rotary_dimensions_that_are_absent_are_the_64_of_transformers(hugging_face, tmp_path):
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": None})
     with pytest.raises(ValueError, match="rotary_dim = 64 is not an even number of at most"):
         converted(source, tmp_path)
 
 
-def test_another_activation_is_refused(hugging_face: Path, tmp_path: Path) -> None:
+def test_another_activation_is_refused(hugging_face, tmp_path):
     source = copy_of(hugging_face, tmp_path / "s", config={"activation_function": "relu"})
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
     assert "activation_function = relu cannot be represented" in check_conversion(request)[0]
 
 
 @pytest.mark.parametrize("dims", [3, 10])
-def test_rotary_dimensions_that_a_head_lacks_are_refused(
-    hugging_face: Path, tmp_path: Path, dims: int
-) -> None:
+def test_rotary_dimensions_that_a_head_lacks_are_refused(hugging_face, tmp_path, dims: int):
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": dims})
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
     assert f"rotary_dim = {dims} is not an even number" in check_conversion(request)[0]
@@ -72,8 +66,8 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(
     ],
 )
 def test_a_release_whose_configuration_cannot_be_is_refused(
-    release: Path, tmp_path: Path, reported: dict[str, Any], words: str
-) -> None:
+    release, tmp_path, reported: dict[str, Any], words: str
+):
     write_json(release / "model.json", reported)
     request = ConversionRequest(release / "step_383500", tmp_path / "out", 1, "fp32")
     assert words in "\n".join(check_conversion(request))
@@ -90,23 +84,21 @@ def edit(release: Path, shard: int, name: str, value: float) -> None:
     np.savez(file, *arrays)
 
 
-def test_release_without_heads_assumes_those_of_the_6b_model_and_says_so(
-    release: Path, tmp_path: Path
-) -> None:
+def test_release_without_heads_assumes_those_of_the_6b_model_and_says_so(release, tmp_path):
     summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
     assert any(
         "head_num = 16" in remark and "--set head_num" in remark for remark in summary.remarks
     )
 
 
-def test_stated_heads_are_taken(release: Path, tmp_path: Path) -> None:
+def test_stated_heads_are_taken(release, tmp_path):
     reader = converted(release, tmp_path / "out", tp_size=2, given=HEADS)
     config = reader.config
     assert (config.head_num, config.size_per_head, config.rotary_embedding) == (4, 4, 2)
     assert (config.num_layer, config.vocab_size, config.inter_size) == (28, 48, 64)
 
 
-def test_model_configuration_next_to_the_release_is_used(release: Path, tmp_path: Path) -> None:
+def test_model_configuration_next_to_the_release_is_used(release, tmp_path):
     write_json(release / "model.json", {"n_heads": 8, "pe_rotary_dims": 2})
     summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
     text = (summary.ft_dir / "config.ini").read_text()
@@ -118,21 +110,19 @@ def test_model_configuration_next_to_the_release_is_used(release: Path, tmp_path
     ("name", "words"),
     [("wte.bias", "replicated bias differs"), ("h.0.ln_1.weight", "layernorm weight differs")],
 )
-def test_shards_that_break_the_releases_rule_are_refused(
-    release: Path, tmp_path: Path, name: str, words: str
-) -> None:
+def test_shards_that_break_the_releases_rule_are_refused(release, tmp_path, name: str, words: str):
     edit(release, 3, name, 0.75)
     with pytest.raises(ValueError, match=words):
         convert(ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS))
     assert not (tmp_path / "out" / "1-gpu").exists()
 
 
-def test_heads_that_do_not_fit_are_refused(release: Path, tmp_path: Path) -> None:
+def test_heads_that_do_not_fit_are_refused(release, tmp_path):
     request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=(("head_num", "5"),))
     assert "16 does not divide by 5 heads" in check_conversion(request)[0]
 
 
-def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release: Path, tmp_path: Path) -> None:
+def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release, tmp_path):
     for shard in (6, 7):
         shutil.rmtree(release / f"step_383500/shard_{shard}")
     request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS)

@@ -23,15 +23,13 @@ def parallel(shared: Path) -> Path:
 
 
 @pytest.fixture
-def release(shared: Path, tmp_path: Path) -> Path:
+def release(shared: Path, tmp_path) -> Path:
     source = tmp_path / "source"
     shutil.copytree(shared / "golden/gptneox_eleuther/train_tp2/source", source)
     return source
 
 
-def test_a_folder_without_the_biases_that_no_loader_reads_is_complete(
-    parallel: Path, tmp_path: Path
-) -> None:
+def test_a_folder_without_the_biases_that_no_loader_reads_is_complete(parallel, tmp_path):
     folder = converted(parallel, tmp_path).path
     whole, lost = (folder / f"model.layers.{n}.attention.dense.bias.bin" for n in (0, 1))
     (folder.parent / f"{folder.name}.manifest.json").unlink()
@@ -41,7 +39,7 @@ def test_a_folder_without_the_biases_that_no_loader_reads_is_complete(
     assert validate_directory(folder) == [f"{whole.name} has 5 bytes, expected 128"]
 
 
-def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_path: Path) -> None:
+def test_the_name_of_the_head_in_either_version_is_known(parallel, tmp_path):
     head = read_tensors(parallel)["embed_out.weight"]
     source = copy_of(
         parallel, tmp_path / "s", tensors={"embed_out.weight": None, "lm_head.weight": head}
@@ -60,8 +58,8 @@ def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_pat
     ],
 )
 def test_settings_that_the_runtime_lacks_are_refused(
-    parallel: Path, tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+    parallel, tmp_path, settings: dict[str, Any], words: str
+):
     source = copy_of(parallel, tmp_path / "s", config=settings)
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
     assert mentions(check_conversion(request), words)
@@ -77,14 +75,14 @@ def test_settings_that_the_runtime_lacks_are_refused(
     ],
 )
 def test_fp16_weights_of_a_model_trained_in_bf16_are_warned_about(
-    parallel: Path, tmp_path: Path, settings: dict[str, Any], data_type: str, warned: bool
-) -> None:
+    parallel, tmp_path, settings: dict[str, Any], data_type: str, warned: bool
+):
     source = copy_of(parallel, tmp_path / "s", config=settings)
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, data_type))
     assert mentions(summary.remarks, "trained in bf16") is warned
 
 
-def test_sizes_of_layer_files_are_read_from_their_tensors(release: Path, tmp_path: Path) -> None:
+def test_sizes_of_layer_files_are_read_from_their_tensors(release, tmp_path):
     config = converted(release, tmp_path / "out").config
     sizes = (config.head_num, config.size_per_head, config.num_layer, config.inter_size)
     assert sizes == (4, 8, 2, 88)  # the reference writes 64, 96, 44, 24576 for every model
@@ -101,15 +99,15 @@ def test_sizes_of_layer_files_are_read_from_their_tensors(release: Path, tmp_pat
     ],
 )
 def test_absent_settings_of_layer_files_have_the_defaults_of_their_kind_of_file(
-    release: Path, tmp_path: Path, lines: str, expected: tuple[bool, bool]
-) -> None:
+    release, tmp_path, lines: str, expected: tuple[bool, bool]
+):
     with (release / "configs/20B.yml").open("a") as file:
         file.write(lines)
     config = converted(release, tmp_path / "out").config
     assert (config.use_gptj_residual, config.exact_gelu) == expected
 
 
-def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_path: Path) -> None:
+def test_settings_of_layer_files_are_read_in_either_spelling(release, tmp_path):
     with (release / "configs/20B.yml").open("a") as file:
         file.write("gpt_j_residual: false\nlayernorm-epsilon: 0.001\n")
     reader = converted(release, tmp_path / "out", tp_size=2)
@@ -118,7 +116,7 @@ def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_
     assert reader.has("model.layers.0.attention.dense.bias")
 
 
-def test_an_assumed_residual_is_reported(release: Path, tmp_path: Path) -> None:
+def test_an_assumed_residual_is_reported(release, tmp_path):
     summary = convert(ConversionRequest(release, tmp_path / "out", 1, "fp32"))
     assert mentions(summary.remarks, "gpt-j-residual")
 
@@ -128,9 +126,7 @@ def layer_file(release: Path, rank: int) -> Path:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_output_biases_of_training_ranks_are_summed(
-    release: Path, tmp_path: Path, tp_size: int
-) -> None:
+def test_output_biases_of_training_ranks_are_summed(release, tmp_path, tp_size: int):
     ranks = [torch.load(layer_file(release, rank), weights_only=True) for rank in (0, 1)]
     total = sum(
         rank[name].float()
@@ -142,7 +138,7 @@ def test_output_biases_of_training_ranks_are_summed(
     torch.testing.assert_close(found * tp_size, total)
 
 
-def test_norms_of_training_ranks_are_averaged(release: Path, tmp_path: Path) -> None:
+def test_norms_of_training_ranks_are_averaged(release, tmp_path):
     rank = torch.load(layer_file(release, 1), weights_only=True)
     name = "input_layernorm.weight"
     before = rank[name].float()
@@ -152,7 +148,7 @@ def test_norms_of_training_ranks_are_averaged(release: Path, tmp_path: Path) -> 
     torch.testing.assert_close(found, before + 0.5, rtol=0, atol=1e-2)  # fp16 source
 
 
-def test_unknown_rotary_dimensions_are_asked_for(release: Path, tmp_path: Path) -> None:
+def test_unknown_rotary_dimensions_are_asked_for(release, tmp_path):
     for file in release.glob("global_step100/layer_0[23]-*"):
         state = torch.load(file, weights_only=True)
         del state["attention.rotary_emb.inv_freq"]
@@ -163,7 +159,7 @@ def test_unknown_rotary_dimensions_are_asked_for(release: Path, tmp_path: Path) 
     assert converted(release, tmp_path / "out", given=given).config.rotary_embedding == 6
 
 
-def test_other_architectures_in_layer_files_are_refused(release: Path, tmp_path: Path) -> None:
+def test_other_architectures_in_layer_files_are_refused(release, tmp_path):
     with (release / "configs/20B.yml").open("a") as file:
         file.write("pos-emb: alibi\nnorm: rmsnorm\n")
     problems = "\n".join(check_conversion(ConversionRequest(release, tmp_path / "o", 1, "fp32")))
@@ -172,9 +168,7 @@ def test_other_architectures_in_layer_files_are_refused(release: Path, tmp_path:
 
 
 @pytest.mark.parametrize("dims", ["7", "-2", "1000"])
-def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(
-    release: Path, tmp_path: Path, dims: str
-) -> None:
+def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(release, tmp_path, dims: str):
     request = ConversionRequest(
         release, tmp_path / "out", 1, "fp32", given=(("rotary_embedding", dims),)
     )

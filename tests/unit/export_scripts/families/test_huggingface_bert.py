@@ -25,7 +25,7 @@ def renamed(source: Path, target: Path, **words: str) -> Path:
     return copy_of(source, target, tensors=tensors)
 
 
-def test_norms_of_the_first_ports_are_found(tiny: Path, tmp_path: Path) -> None:
+def test_norms_of_the_first_ports_are_found(tiny, tmp_path):
     old = converted(
         renamed(tiny, tmp_path / "old", weight="gamma", bias="beta"), tmp_path / "old-out"
     )
@@ -34,7 +34,7 @@ def test_norms_of_the_first_ports_are_found(tiny: Path, tmp_path: Path) -> None:
         assert torch.equal(old.read(name), new.read(name))
 
 
-def test_a_model_with_a_head_is_converted_without_it(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_with_a_head_is_converted_without_it(tiny, tmp_path):
     tensors: dict[str, torch.Tensor | None] = {}
     for key, value in read_tensors(tiny).items():
         tensors |= {key: None, f"bert.{key}": value}
@@ -55,14 +55,14 @@ def test_a_model_with_a_head_is_converted_without_it(tiny: Path, tmp_path: Path)
     ids=["decoder", "positions", "activation", "cross attention"],
 )
 def test_models_that_ft_cannot_express_are_refused(
-    tiny: Path, tmp_path: Path, settings: dict[str, object], words: str
-) -> None:
+    tiny, tmp_path, settings: dict[str, object], words: str
+):
     source = copy_of(tiny, tmp_path / "hf", config=settings)
     with pytest.raises(ValueError, match=words):
         converted(source, tmp_path / "out")
 
 
-def test_the_form_of_gelu_is_recorded(tiny: Path, tmp_path: Path) -> None:
+def test_the_form_of_gelu_is_recorded(tiny, tmp_path):
     exact = converted(tiny, tmp_path / "exact")
     assert exact.config.architecture().exact_gelu
     source = copy_of(tiny, tmp_path / "hf", config={"hidden_act": "gelu_new"})

@@ -25,14 +25,14 @@ def problems_of(source: Path, tmp_path: Path, **fields: Any) -> str:
     return "\n".join(check_conversion(request))
 
 
-def test_gpt2_epsilon_is_written(golden: Path, tmp_path: Path) -> None:
+def test_gpt2_epsilon_is_written(golden, tmp_path):
     source = copy_of(
         golden / "gpt2/tiny/source", tmp_path / "s", config={"layer_norm_epsilon": 3e-4}
     )
     assert converted(source, tmp_path).config.layernorm_eps == 3e-4
 
 
-def test_stated_values_that_ask_for_other_tensors_are_refused(golden: Path, tmp_path: Path) -> None:
+def test_stated_values_that_ask_for_other_tensors_are_refused(golden, tmp_path):
     given = (("has_pre_decoder_layernorm", "true"),)
     text = problems_of(golden / "gpt2/tiny/source", tmp_path, given=given)
     assert "has no model.pre_decoder_layernorm.weight, which a stated value" in text
@@ -46,15 +46,13 @@ def test_stated_values_that_ask_for_other_tensors_are_refused(golden: Path, tmp_
     ],
 )
 def test_stated_sizes_that_no_tensor_has_are_refused(
-    golden: Path, tmp_path: Path, given: tuple[str, str], words: str
-) -> None:
+    golden, tmp_path, given: tuple[str, str], words: str
+):
     assert words in problems_of(golden / "bloom/tiny/source", tmp_path, given=(given,))
 
 
 @pytest.mark.parametrize("key", ["activation_type", "layernorm_type"])
-def test_stated_choices_that_no_loader_has_are_refused(
-    golden: Path, tmp_path: Path, key: str
-) -> None:
+def test_stated_choices_that_no_loader_has_are_refused(golden, tmp_path, key: str):
     text = problems_of(golden / "gpt2/tiny/source", tmp_path, given=((key, "scalenorm"),))
     assert "scalenorm" in text
     assert "known: " in text
@@ -62,14 +60,14 @@ def test_stated_choices_that_no_loader_has_are_refused(
 
 @pytest.mark.parametrize("case", ["gpt2/tiny", "bloom/tiny", "opt/pre_ln"])
 def test_a_head_that_differs_from_its_embedding_counts_whatever_the_settings_say(
-    golden: Path, tmp_path: Path, case: str
-) -> None:
+    golden, tmp_path, case: str
+):
     values = torch.randn(131, 32)
     source = copy_of(golden / case / "source", tmp_path / "s", tensors={"lm_head.weight": values})
     assert torch.equal(converted(source, tmp_path).read(HEAD), values)
 
 
-def test_opt_int8_scales_stay_fp32_in_an_fp16_folder(golden: Path, tmp_path: Path) -> None:
+def test_opt_int8_scales_stay_fp32_in_an_fp16_folder(golden, tmp_path):
     case = golden / "opt/int8_static/source"
     ranges = case / "act_scales.pt"
     half = converted(case, tmp_path / "half", weight_data_type="fp16", activation_ranges=ranges)
@@ -79,7 +77,7 @@ def test_opt_int8_scales_stay_fp32_in_an_fp16_folder(golden: Path, tmp_path: Pat
     assert torch.equal(half.read(name), full.read(name))
 
 
-def test_every_missing_activation_range_is_named(golden: Path, tmp_path: Path) -> None:
+def test_every_missing_activation_range_is_named(golden, tmp_path):
     ranges = tmp_path / "ranges.json"
     ranges.write_text('{"model.decoder.layers.0.fc1": {"input": 0.0, "output": 1.0}}')
     text = problems_of(golden / "opt/pre_ln/source", tmp_path, activation_ranges=ranges)
@@ -96,9 +94,7 @@ def test_every_missing_activation_range_is_named(golden: Path, tmp_path: Path) -
         (";%", "gpt"),
     ],
 )
-def test_a_name_does_not_spoil_the_configuration(
-    golden: Path, tmp_path: Path, name: str, kept: str
-) -> None:
+def test_a_name_does_not_spoil_the_configuration(golden, tmp_path, name: str, kept: str):
     source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config={"_name_or_path": name})
     assert converted(source, tmp_path).config.model_name == kept
 
@@ -131,27 +127,27 @@ def test_a_name_does_not_spoil_the_configuration(
     ],
 )
 def test_models_beyond_the_layout_are_refused(
-    golden: Path, tmp_path: Path, case: str, settings: dict[str, Any], words: str
-) -> None:
+    golden, tmp_path, case: str, settings: dict[str, Any], words: str
+):
     source = copy_of(golden / case / "source", tmp_path / "s", config=settings)
     assert words in problems_of(source, tmp_path)
 
 
-def test_all_refusals_are_listed_together(golden: Path, tmp_path: Path) -> None:
+def test_all_refusals_are_listed_together(golden, tmp_path):
     settings = {"scale_attn_weights": False, "activation_function": "mish", "n_head": None}
     source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config=settings)
     text = problems_of(source, tmp_path)
     assert all(words in text for words in ("scale_attn_weights", "mish", "has no n_head"))
 
 
-def test_token_ids_left_out_are_the_librarys_own(golden: Path, tmp_path: Path) -> None:
+def test_token_ids_left_out_are_the_librarys_own(golden, tmp_path):
     settings = {"bos_token_id": None, "eos_token_id": [7, 8]}  # None leaves the key out
     source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
     config = converted(source, tmp_path).config
     assert (config.start_id, config.end_id) == (1, 7)
 
 
-def test_bloom_post_is_not_for_fastertransformer(golden: Path, tmp_path: Path) -> None:
+def test_bloom_post_is_not_for_fastertransformer(golden, tmp_path):
     settings = {"apply_residual_connection_post_layernorm": True}
     source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
     reader = converted(source, tmp_path)

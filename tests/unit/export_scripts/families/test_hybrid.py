@@ -109,7 +109,7 @@ def write_core(tmp_path: Path, tensors: Mapping[str, torch.Tensor], **changes: A
     return write_distributed(tmp_path / "source", tensors, common=common, cuts={})
 
 
-def test_a_hybrid_model_is_what_transformers_computes(tmp_path: Path) -> None:
+def test_a_hybrid_model_is_what_transformers_computes(tmp_path):
     folder = original(tmp_path)
     pattern = "M*-|EM-/*E/*E"
     source = write_core(tmp_path, core_hybrid(folder), hybrid_layer_pattern=pattern)
@@ -127,7 +127,7 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path: Path) -> None:
     assert_equal_tensors(found, expected)
 
 
-def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
+def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path):
     source = write_core(tmp_path, core_hybrid(original(tmp_path)))
     asked = dataclasses.replace(request(source, tmp_path), weight_data_type="bf16")
     tensors = read_tensors(convert(asked).ft_dir)
@@ -139,7 +139,7 @@ def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["bridge", "nemo2"])
-def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path: Path) -> None:
+def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path):
     folder = original(tmp_path)
     renamed = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon",
                "max_position_embeddings": "seq_length"}  # fmt: skip
@@ -164,7 +164,7 @@ def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("where", ["embedding", "a head of its own"])
-def test_a_tied_head_is_written(where: str, tmp_path: Path) -> None:
+def test_a_tied_head_is_written(where: str, tmp_path):
     folder = original(tmp_path)
     tensors = core_hybrid(folder)
     tensors["output_layer.weight"] = tensors["embedding.word_embeddings.weight"].clone()
@@ -209,8 +209,8 @@ def test_a_tied_head_is_written(where: str, tmp_path: Path) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_what_transformers_does_not_compute_is_refused_by_name(
-    changes: Mapping[str, Any], words: str, tmp_path: Path
-) -> None:
+    changes: Mapping[str, Any], words: str, tmp_path
+):
     source = write_core(tmp_path, core_hybrid(original(tmp_path)), **changes)
     assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
 
@@ -227,8 +227,8 @@ def test_what_transformers_does_not_compute_is_refused_by_name(
     ids=str,
 )
 def test_settings_of_transformers_come_back(
-    changes: dict[str, Any], written: Mapping[str, Any], tmp_path: Path
-) -> None:
+    changes: dict[str, Any], written: Mapping[str, Any], tmp_path
+):
     folder = original(tmp_path, **changes)
     made = convert(request(folder, tmp_path)).ft_dir
     config = read_json(made / "config.json")
@@ -241,9 +241,7 @@ def test_settings_of_transformers_come_back(
     [("time_step_limit", [0.0, 0.1]), ("n_shared_experts", 2), ("use_conv_bias", False),
      ("hybrid_override_pattern", "M*x"), ("mamba_hidden_act", "gelu")],
 )  # fmt: skip
-def test_settings_that_change_the_function_are_refused_by_name(
-    setting: str, value: Any, tmp_path: Path
-) -> None:
+def test_settings_that_change_the_function_are_refused_by_name(setting: str, value: Any, tmp_path):
     folder = original(tmp_path)
     file = folder / "config.json"
     config = read_json(file) | {setting: value}

@@ -29,7 +29,7 @@ from tests.library_settings import huggingface_settings, megatron_settings
 from tests.tiny_megatron_core import core_state, write_core
 
 
-def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
+def test_every_setting_of_the_installed_megatron_core_is_known():
     release = importlib.metadata.distribution("megatron-core")
     found, table = megatron_settings(Path(str(release.locate_file("")))), library_table("megatron")
     assert len(found) > 200, f"megatron-core {release.version} keeps its settings elsewhere"
@@ -45,7 +45,7 @@ def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
     assert not changed, "a default of the library would be refused"
 
 
-def test_every_setting_of_the_installed_transformers_is_known() -> None:
+def test_every_setting_of_the_installed_transformers_is_known():
     table = huggingface_table()
     elsewhere = [
         f"{kind}: {name}"
@@ -61,9 +61,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("version", [None, "4.57.6", "5.24.1", "5.25.0.dev0", "6.0"])
-def test_another_type_s_setting_is_refused_of_a_release_that_is_not_known(
-    version: str | None,
-) -> None:
+def test_another_type_s_setting_is_refused_of_a_release_that_is_not_known(version: str | None):
     config = {"model_type": "llama", "logits_scaling": 3.0, "transformers_version": version}
     reader = CheckpointReader("huggingface", Path("x"), config, {}, ())
     is_known = version is None or _release(version) <= RELEASE
@@ -84,7 +82,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_what_publishers_state_is_known_of_their_model_alone(kind: str) -> None:
+def test_what_publishers_state_is_known_of_their_model_alone(kind: str):
     def refused(**settings: Any) -> set[str]:
         reader = CheckpointReader("huggingface", Path("x"), settings, {}, ())
         return set(huggingface_obstacles(Facts(reader, 1, "fp32")))
@@ -96,7 +94,7 @@ def test_what_publishers_state_is_known_of_their_model_alone(kind: str) -> None:
     assert refused(model_type=kind, **turned) == turned.keys()
 
 
-def test_what_trainers_add_to_megatron_s_arguments_is_known() -> None:
+def test_what_trainers_add_to_megatron_s_arguments_is_known():
     own = {
         "rollout_batch_size": 128,
         "sglang_mem_fraction_static": 0.7,
@@ -107,7 +105,7 @@ def test_what_trainers_add_to_megatron_s_arguments_is_known() -> None:
     assert found.keys() == {"custom_model_provider_path", "sglangx"}
 
 
-def test_each_setting_has_a_use() -> None:
+def test_each_setting_has_a_use():
     core = list(library_table("megatron").values())
     uses = {known.use for known in core}
     assert uses == {"read", "none", "off", "dense", "t5", "experts", "experts-off", "mixture"}
@@ -119,7 +117,7 @@ def test_each_setting_has_a_use() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*", "bert", "t5", "mt5"}))
-def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
+def test_an_absent_setting_has_the_default_of_transformers(kind: str):
     whole = CONFIG_MAPPING[kind]().to_dict()
     rows = [row for row in setting_table("decoder") if row.kind in ("size", "count")]
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
@@ -147,7 +145,7 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*"}))
-def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str) -> None:
+def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str):
     found = huggingface_settings().items()
     own = {name: values[0] for (each, name), values in found if each == kind and values}
     config = {**own, "model_type": kind, "is_causal": False, "of_next_year": 1, "use_cache": False}
@@ -167,12 +165,12 @@ def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str) -> Non
         ({"moe_latent_size": 8, "use_mup": True}, {"use_mup"}),
     ],
 )
-def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[str]) -> None:
+def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[str]):
     assert megatron_obstacles(settings).keys() == refused
 
 
 @pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
-def test_a_parameter_of_rotary_positions_is_known_or_refused(table: str) -> None:
+def test_a_parameter_of_rotary_positions_is_known_or_refused(table: str):
     given = {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2], "finetuned": True}
     for nested, path in ((given, table), ({"full_attention": given}, f"{table}.full_attention")):
         config = {"model_type": "llama", table: nested}
@@ -180,14 +178,14 @@ def test_a_parameter_of_rotary_positions_is_known_or_refused(table: str) -> None
         assert huggingface_obstacles(facts).keys() == {f"{path}.mrope_section"}
 
 
-def test_what_stands_in_the_way_depends_on_the_layout() -> None:
+def test_what_stands_in_the_way_depends_on_the_layout():
     settings = {"window_size": [4, 0], "moe_latent_size": 8, "moe_router_topk": 4}
     assert megatron_obstacles(settings).keys() == {"window_size"}
     assert megatron_obstacles(settings, "dense") == {}
     assert megatron_obstacles(settings, "dense", "mixture").keys() == {"moe_latent_size"}
 
 
-def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
+def test_a_setting_that_the_user_passes_is_remembered(tmp_path):
     source = write_core(tmp_path / "a.nemo", core_state(), of_next_year=3, and_another=True)
     request = {"tp_size": 1, "weight_data_type": "fp32", "output_dir": tmp_path / "out"}
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -202,7 +200,7 @@ def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["use-mup", "sliding-window-width", "geglu", "of-next-year"])
-def test_a_setting_of_gpt_neox_is_known_or_refused(setting: str) -> None:
+def test_a_setting_of_gpt_neox_is_known_or_refused(setting: str):
     config = {setting: 8, "pos-emb": "rotary", "hidden-dropout": 0.1, "lr": 0.1}
     reader = CheckpointReader("eleuther", Path("x"), config, {}, ())
     assert eleuther_obstacles(Facts(reader, 1, "fp32")).keys() == {setting}

@@ -21,17 +21,17 @@ def t5(**changes: Any) -> T5Config:
     return T5Config(**(values | changes))
 
 
-def test_a_config_is_read_back_as_written() -> None:
+def test_a_config_is_read_back_as_written():
     config = t5(t5_with_bias=True, ia3_num_tasks=2, adapter_inter_size=12, has_adapter=True)
     assert T5Config.from_sections(parse_ini(config_text(config))) == config
 
 
-def test_each_side_has_its_own_depth() -> None:
+def test_each_side_has_its_own_depth():
     sections = t5().sections()
     assert (sections["encoder"]["num_layers"], sections["decoder"]["num_layers"]) == ("2", "3")
 
 
-def test_each_side_has_what_nvidias_clients_read_of_the_whole_model() -> None:
+def test_each_side_has_what_nvidias_clients_read_of_the_whole_model():
     for side in ("encoder", "decoder"):
         written = t5(pad_id=0, use_gated_activation=True).sections()[side]
         assert written["num_decoder_layers"] == "3"
@@ -39,7 +39,7 @@ def test_each_side_has_what_nvidias_clients_read_of_the_whole_model() -> None:
         assert written["is_gated_act"] == "True"
 
 
-def test_whole_models_and_encoders_are_distinguished() -> None:
+def test_whole_models_and_encoders_are_distinguished():
     encoder = t5(num_decoder_layers=0, has_lm_head=False)
     assert encoder.sections()["decoder"] == {}
     assert family_of(parse_ini(config_text(encoder))).name == "t5_encoder"
@@ -47,14 +47,14 @@ def test_whole_models_and_encoders_are_distinguished() -> None:
     assert encoder.architecture().decoder_num_layer == 0
 
 
-def test_stacks_that_disagree_are_refused() -> None:
+def test_stacks_that_disagree_are_refused():
     sections = t5().sections()
     sections["decoder"]["d_model"] = "24"
     with pytest.raises(ValueError, match=r"d_model = 20 in \[encoder\] but 24 in \[decoder\]"):
         T5Config.from_sections(sections)
 
 
-def test_required_decoder_keys_are_named() -> None:
+def test_required_decoder_keys_are_named():
     sections = t5().sections()
     del sections["decoder"]["eos_token_id"]
     with pytest.raises(ValueError, match=r"\[decoder\] has no eos_token_id"):
@@ -62,26 +62,24 @@ def test_required_decoder_keys_are_named() -> None:
 
 
 @pytest.mark.parametrize(("files", "has_head"), [(["lm_head.weight.bin"], True), ([], False)])
-def test_folders_of_other_converters_show_their_head_by_its_file(
-    files: list[str], has_head: bool
-) -> None:
+def test_folders_of_other_converters_show_their_head_by_its_file(files: list[str], has_head: bool):
     sections = t5().sections()
     del sections["decoder"]["has_lm_head"]
     assert T5Config.from_sections(sections, files).has_lm_head is has_head
 
 
-def test_biases_decide_norm_and_scaling() -> None:
+def test_biases_decide_norm_and_scaling():
     biased, bare = t5(t5_with_bias=True).architecture(), t5().architecture()
     assert (biased.norm, biased.scale_attention, biased.scale_logits) == ("layernorm", True, False)
     assert (bare.norm, bare.scale_attention, bare.scale_logits) == ("rmsnorm", False, True)
 
 
 @pytest.mark.parametrize("word", ["absolute", "learned_absolute", "Relative"])
-def test_every_word_but_relative_means_absolute(word: str) -> None:
+def test_every_word_but_relative_means_absolute(word: str):
     assert t5(position_embedding_type=word).architecture().position == "absolute"
 
 
-def test_a_gate_without_its_switch_is_refused() -> None:
+def test_a_gate_without_its_switch_is_refused():
     with pytest.raises(ValueError, match="use_gated_activation"):
         t5(feed_forward_proj="gated-gelu").architecture()
 
@@ -94,12 +92,12 @@ def bert(**changes: Any) -> BertConfig:
     return BertConfig(**(values | changes))
 
 
-def test_bert_takes_the_loaders_constants_where_keys_are_absent() -> None:
+def test_bert_takes_the_loaders_constants_where_keys_are_absent():
     architecture = bert().architecture()
     assert (architecture.layernorm_eps, architecture.exact_gelu) == (1e-6, False)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "geglu"])
-def test_bert_activations_that_the_loader_has_not_are_refused(activation: str) -> None:
+def test_bert_activations_that_the_loader_has_not_are_refused(activation: str):
     with pytest.raises(ValueError, match=activation):
         bert(activation_type=activation).architecture()

@@ -50,13 +50,13 @@ def ini(reader: FTReader) -> dict[str, dict[str, str]]:
     return parse_ini((reader.path / "config.ini").read_text())
 
 
-def test_swiglu_is_spelled_as_the_loader_knows_it(tmp_path: Path) -> None:
+def test_swiglu_is_spelled_as_the_loader_knows_it(tmp_path):
     keys = ini(converted(nemo(tmp_path, TinyT5(activation="swiglu")), tmp_path))
     assert keys["encoder"]["feed_forward_proj"] == "gated-silu"
     assert keys["structure"]["use_gated_activation"] == "True"
 
 
-def test_head_size_defaults_to_the_hidden_size_over_the_heads(tmp_path: Path) -> None:
+def test_head_size_defaults_to_the_hidden_size_over_the_heads(tmp_path):
     model = TinyT5(hidden=24)
     config = t5_config(model)
     for side in ("encoder", "decoder"):
@@ -65,13 +65,13 @@ def test_head_size_defaults_to_the_hidden_size_over_the_heads(tmp_path: Path) ->
     assert ini(converted(source, tmp_path))["encoder"]["d_kv"] == "6"
 
 
-def test_flat_configurations_are_read(tmp_path: Path) -> None:
+def test_flat_configurations_are_read(tmp_path):
     model = TinyT5(decoder_layers=2)
     reader = converted(nemo(tmp_path, model, nested=False), tmp_path)
     assert ini(reader)["decoder"]["num_layers"] == "2"
 
 
-def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
+def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path):
     config = t5_config(MODEL)
     for side in ("encoder", "decoder"):
         config[side]["layernorm_epsilon"] = 1e-5
@@ -83,7 +83,7 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
     assert reader.config.architecture().layernorm_eps == 1e-5
 
 
-def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path: Path) -> None:
+def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path):
     archive = write_prompts(
         tmp_path / "p.nemo", {"boolq": torch.zeros(3, 20)}, decoder_starts_with_pad=True
     )
@@ -93,7 +93,7 @@ def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path: Path)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])
-def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path: Path) -> None:
+def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path):
     # NVIDIA's converter keeps the archive's type, which the loader reads as something else.
     table = torch.randn(3, 20).to(stored)
     archive = write_prompts(tmp_path / "p.nemo", {"boolq": table})
@@ -103,7 +103,7 @@ def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path
     assert torch.equal(reader.read("model.prompt_table.boolq.weight"), table.half())
 
 
-def test_a_folder_with_everything_added_is_valid(tmp_path: Path) -> None:
+def test_a_folder_with_everything_added_is_valid(tmp_path):
     reader = converted(
         nemo(tmp_path),
         tmp_path,
@@ -138,7 +138,7 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIG_REFUSALS)
-def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path: Path) -> None:
+def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path):
     both, decoder, words = CONFIG_REFUSALS[case]
     config = t5_config(MODEL)
     config["encoder"] |= both
@@ -146,7 +146,7 @@ def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path: Path) ->
     assert words in refusal(nemo(tmp_path, config=config), tmp_path)
 
 
-def test_settings_that_are_off_are_not_refused(tmp_path: Path) -> None:
+def test_settings_that_are_off_are_not_refused(tmp_path):
     off = {
         "num_moe_experts": 0, "virtual_pipeline_model_parallel_size": None, "headscale": False,
         "transformer_block_type": None, "normalize_attention_scores": True,
@@ -157,7 +157,7 @@ def test_settings_that_are_off_are_not_refused(tmp_path: Path) -> None:
     assert validate_directory(converted(nemo(tmp_path, config=config), tmp_path).path) == []
 
 
-def test_stages_without_a_split_are_refused(tmp_path: Path) -> None:
+def test_stages_without_a_split_are_refused(tmp_path):
     source = nemo(tmp_path, pp=2, split=1, config={"pipeline_model_parallel_split_rank": 0})
     assert "pipeline_model_parallel_split_rank = 0" in refusal(source, tmp_path)
 
@@ -171,16 +171,14 @@ def test_stages_without_a_split_are_refused(tmp_path: Path) -> None:
     ],
     ids=["split", "layers", "no split"],
 )
-def test_a_malformed_division_into_stages_is_named(
-    config: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_malformed_division_into_stages_is_named(config: dict[str, Any], said: str, tmp_path):
     source = nemo(tmp_path, pp=2, split=1, config=config)
     text = refusal(source, tmp_path)
     assert text.startswith(str(source))
     assert said in text
 
 
-def test_a_decoder_table_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_table_of_its_own_is_refused(tmp_path):
     name = ROOT + "decoder_embedding.word_embeddings.weight"
     tensors = t5_tensors(MODEL)
     same = {**tensors, name: tensors[EMBEDDING].clone()}
@@ -190,12 +188,12 @@ def test_a_decoder_table_of_its_own_is_refused(tmp_path: Path) -> None:
     assert f"{name} differs from {EMBEDDING}" in text
 
 
-def test_a_head_bias_that_nothing_adds_is_refused(tmp_path: Path) -> None:
+def test_a_head_bias_that_nothing_adds_is_refused(tmp_path):
     model = TinyT5(bias=False, normalization="rmsnorm")
     assert "tokens_head.bias" in refusal(nemo(tmp_path, model), tmp_path)
 
 
-def test_missing_scalers_are_named(tmp_path: Path) -> None:
+def test_missing_scalers_are_named(tmp_path):
     scalers = ia3_scalers(MODEL)
     del scalers["decoder.2.inter_key"]
     archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL)
@@ -203,7 +201,7 @@ def test_missing_scalers_are_named(tmp_path: Path) -> None:
     assert "layers.2:inter_key_infused_adapter.scalers is missing" in text
 
 
-def test_missing_adapters_of_a_whole_stack_are_named(tmp_path: Path) -> None:
+def test_missing_adapters_of_a_whole_stack_are_named(tmp_path):
     adapters = adapter_tensors(MODEL)
     encoder = {name: values for name, values in adapters.items() if name.startswith("encoder")}
     archive = write_adapter(tmp_path / "a.nemo", encoder, MODEL)
@@ -211,7 +209,7 @@ def test_missing_adapters_of_a_whole_stack_are_named(tmp_path: Path) -> None:
     assert "decoder.model.layers.0:adapter_1.module.0.weight is missing" in text
 
 
-def test_strange_tensors_of_an_archive_are_refused(tmp_path: Path) -> None:
+def test_strange_tensors_of_an_archive_are_refused(tmp_path):
     scalers = ia3_scalers(MODEL) | {"encoder.9.mlp": torch.ones(28)}
     archive = write_ia3(tmp_path / "ia3.nemo", scalers, replace(MODEL, encoder_layers=10))
     text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
@@ -219,7 +217,7 @@ def test_strange_tensors_of_an_archive_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_archives_of_another_model_are_refused_by_shape(tmp_path: Path, in_place: bool) -> None:
+def test_archives_of_another_model_are_refused_by_shape(tmp_path, in_place: bool):
     wide = replace(MODEL, inter_size=36)
     archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(wide), wide)
     text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,), ia3_in_place=in_place)
@@ -227,7 +225,7 @@ def test_archives_of_another_model_are_refused_by_shape(tmp_path: Path, in_place
     assert "[36]" in text
 
 
-def test_archives_trained_on_other_ranks_are_refused(tmp_path: Path) -> None:
+def test_archives_trained_on_other_ranks_are_refused(tmp_path):
     archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL, tp=2)
     text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
     assert "tensor_model_parallel_size = 2, but the model was trained with 1" in text
@@ -238,20 +236,20 @@ def test_archives_trained_on_other_ranks_are_refused(tmp_path: Path) -> None:
     [{"norm_position": "post"}, {"norm_type": "layernorm"}, {"type": "parallel_adapter"}],
     ids=str,
 )
-def test_other_kinds_of_adapters_are_refused(tuning: dict[str, str], tmp_path: Path) -> None:
+def test_other_kinds_of_adapters_are_refused(tuning: dict[str, str], tmp_path):
     archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL, tuning=tuning)
     text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
     ((key, value),) = tuning.items()
     assert f"adapter_tuning.{key} = {value!r}" in text
 
 
-def test_adapter_width_has_to_divide(tmp_path: Path) -> None:
+def test_adapter_width_has_to_divide(tmp_path):
     archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL, width=6), MODEL, width=6)
     text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,), tp_size=4)
     assert "does not divide adapter_inter_size=6" in text
 
 
-def test_only_one_task_can_be_multiplied_in(tmp_path: Path) -> None:
+def test_only_one_task_can_be_multiplied_in(tmp_path):
     archives = tuple(
         write_ia3(tmp_path / f"{n}.nemo", ia3_scalers(MODEL, seed=n), MODEL) for n in range(2)
     )
@@ -259,7 +257,7 @@ def test_only_one_task_can_be_multiplied_in(tmp_path: Path) -> None:
     assert "2 IA3 archives cannot be multiplied" in text
 
 
-def test_an_adapter_is_no_ia3_archive(tmp_path: Path) -> None:
+def test_an_adapter_is_no_ia3_archive(tmp_path):
     archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL)
     text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
     assert "adapter_tuning.type = 'linear_adapter' is not an IA3 archive" in text

@@ -79,7 +79,7 @@ def write_whole(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen(tmp_path_factory) -> Path:
     return write_whole("qwen2_5_vl", tmp_path_factory.mktemp("whole") / "qwen2_5_vl")
 
 
@@ -103,7 +103,7 @@ def _logits(folder: Path, kind: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_texts_have_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+def test_texts_have_the_logits_of_the_whole(name: str, tmp_path):
     source = write_whole(name, tmp_path / "source")
     done = convert(_request(source, tmp_path / "out"))
     kind = read_json(done.ft_dir / "config.json")["model_type"]
@@ -115,7 +115,7 @@ def test_texts_have_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_settings_may_lie_next_to_those_of_images(qwen: Path, tmp_path: Path) -> None:
+def test_settings_may_lie_next_to_those_of_images(qwen, tmp_path):
     def flatten(config: dict[str, Any]) -> None:
         text = config.pop("text_config")
         rotary = text.pop("rope_parameters")
@@ -153,13 +153,13 @@ def _without_base(config: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_known_is_refused_by_name(
-    change: Callable[[dict[str, Any]], None], words: str, qwen: Path, tmp_path: Path
-) -> None:
+    change: Callable[[dict[str, Any]], None], words: str, qwen, tmp_path
+):
     source = _changed(qwen, tmp_path / "source", change)
     assert words in "\n".join(check_conversion(_request(source, tmp_path / "out")))
 
 
-def test_an_unknown_tensor_is_not_taken_for_one_of_images(qwen: Path, tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_not_taken_for_one_of_images(qwen, tmp_path):
     source = Path(shutil.copytree(qwen, tmp_path / "source"))
     tensors = read_tensors(source) | {"model.adapters.weight": torch.ones(2)}
     save_file(tensors, source / "model.safetensors")

@@ -7,7 +7,6 @@ import itertools
 import pkgutil
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -85,9 +84,7 @@ TOY_MAPPING = SourceMapping(
 )
 
 
-def test_a_new_family_needs_only_its_record_and_two_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_family_needs_only_its_record_and_two_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(config_ini.SECTIONS, "toy", (f"{__name__}:TOY",))
     monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_MAPPING, *table.SOURCE_MAPPINGS))
     tensors = {"emb": torch.randn(7, 6)}
@@ -104,7 +101,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     assert torch.equal(reader.read("model.layers.1.out.weight", 1), tensors["1.o"].t()[3:])
 
 
-def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
+def test_mappings_have_names_of_their_own_and_a_listed_family():
     names = [mapping.name for mapping in table.SOURCE_MAPPINGS]
     assert len(set(names)) == len(names)
     for mapping in table.SOURCE_MAPPINGS:
@@ -123,7 +120,7 @@ def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
     dict.fromkeys(mapping.family for mapping in table.SOURCE_MAPPINGS),
     ids=lambda family: family.name,
 )
-def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily) -> None:
+def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily):
     fields = {field.name for field in dataclasses.fields(family.config)}
     for spec in family.layout:
         conditions = (each.removeprefix("not ").partition("=")[0] for each in spec.when)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -36,32 +35,32 @@ CONFIG = GPTConfig(
         ("\ufeff[a]\nk = v", {"a": {"k": "v"}}),
     ],
 )
-def test_the_loaders_reading_rules(text: str, expected: dict[str, dict[str, str]]) -> None:
+def test_the_loaders_reading_rules(text: str, expected: dict[str, dict[str, str]]):
     assert parse_ini(text) == expected
 
 
-def test_lines_are_cut_where_the_loader_cuts_them() -> None:
+def test_lines_are_cut_where_the_loader_cuts_them():
     line = "k = " + "x" * 195 + "y = 1"
     assert parse_ini("[a]\n" + line)["a"] == {"k": "x" * 195, "y": "1"}
 
 
-def test_a_line_that_is_no_pair_is_reported() -> None:
+def test_a_line_that_is_no_pair_is_reported():
     with pytest.raises(ValueError, match="line 2 is not 'key = value': 'nonsense'"):
         parse_ini("[a]\nnonsense")
 
 
 @pytest.mark.parametrize(("text", "value"), [("12", 12), ("-3", -3), ("0x10", 16), ("010", 8)])
-def test_integers_are_read_like_strtol(text: str, value: int) -> None:
+def test_integers_are_read_like_strtol(text: str, value: int):
     assert parse_integer(text) == value
 
 
 @pytest.mark.parametrize("text", ["None", "", "1.5", "4 heads"])
-def test_values_that_would_end_the_server_are_refused(text: str) -> None:
+def test_values_that_would_end_the_server_are_refused(text: str):
     with pytest.raises(ValueError, match="is not an integer"):
         parse_integer(text)
 
 
-def test_written_configs_read_back_equal(tmp_path: Path) -> None:
+def test_written_configs_read_back_equal(tmp_path):
     folder = tmp_path / "2-gpu"
     folder.mkdir()
     write_config(folder, CONFIG)
@@ -70,12 +69,12 @@ def test_written_configs_read_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a%b", "x ; y", "a\nb", "", "x" * 190])
-def test_values_that_read_back_differently_are_refused(name: str) -> None:
+def test_values_that_read_back_differently_are_refused(name: str):
     with pytest.raises(ValueError, match=r"config\.ini \[gpt\] model_name"):
         config_text(replace(CONFIG, model_name=name))
 
 
-def test_all_missing_and_unreadable_keys_are_listed(tmp_path: Path) -> None:
+def test_all_missing_and_unreadable_keys_are_listed(tmp_path):
     (tmp_path / "config.ini").write_text(
         "[gpt]\nmodel_name=x\nhead_num=None\nsize_per_head=8\nnum_layer=2\nweight_data_type=fp16\n"
         "has_adapters=perhaps\n"
@@ -88,7 +87,7 @@ def test_all_missing_and_unreadable_keys_are_listed(tmp_path: Path) -> None:
     assert "has_adapters: 'perhaps' is not a boolean" in text
 
 
-def test_sections_of_no_family_are_reported(tmp_path: Path) -> None:
+def test_sections_of_no_family_are_reported(tmp_path):
     (tmp_path / "config.ini").write_text("[x]\na=b\n")
     with pytest.raises(
         CheckpointMismatchError, match=r"has sections \['x'\]; expected one of .*\[gpt\]"
@@ -96,7 +95,7 @@ def test_sections_of_no_family_are_reported(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path) -> None:
+def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path):
     folder = tmp_path / "4-gpu"
     folder.mkdir()
     text = config_text(CONFIG).replace("tensor_para_size = 2\n", "")
@@ -104,7 +103,7 @@ def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path)
     assert read_config(folder)[1].tensor_para_size == 4
 
 
-def test_a_folder_of_another_name_has_the_size_that_its_files_show(tmp_path: Path) -> None:
+def test_a_folder_of_another_name_has_the_size_that_its_files_show(tmp_path):
     text = config_text(CONFIG).replace("tensor_para_size = 2\n", "")
     (tmp_path / "config.ini").write_text(text)
     assert read_config(tmp_path)[1].tensor_para_size == 1
@@ -113,7 +112,7 @@ def test_a_folder_of_another_name_has_the_size_that_its_files_show(tmp_path: Pat
     assert read_config(tmp_path)[1].tensor_para_size == 2
 
 
-def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
+def test_a_folder_named_for_another_size_is_reported(tmp_path):
     folder = tmp_path / "4-gpu"
     folder.mkdir()
     write_config(folder, CONFIG)
@@ -121,7 +120,7 @@ def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
         read_config(folder)
 
 
-def test_a_folder_for_no_ranks_is_reported(tmp_path: Path) -> None:
+def test_a_folder_for_no_ranks_is_reported(tmp_path):
     folder = tmp_path / "0-gpu"
     folder.mkdir()
     write_config(folder, CONFIG)
@@ -133,6 +132,6 @@ def test_a_folder_for_no_ranks_is_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"is .* a converted folder"):
         read_config(tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from export_scripts.ft.identity import checkpoint_hash, served_identity
 from export_scripts.ft.layout import manifest_path
 from foundations import __version__
@@ -11,7 +9,7 @@ from tests.ft_folders import write_gpt
 from tests.json_files import write_json
 
 
-def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path: Path) -> None:
+def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path):
     folder = write_gpt(tmp_path / "a")
     assert checkpoint_hash(folder) == ""  # it has no manifest
     files = {"model.wte.bin": {"size_bytes": 4, "crc32": "00000001"}}
@@ -28,7 +26,7 @@ def test_a_hash_follows_the_files_and_not_the_folders_name(tmp_path: Path) -> No
     assert checkpoint_hash(other) == ""
 
 
-def test_types_are_those_of_the_served_model() -> None:
+def test_types_are_those_of_the_served_model():
     given = {"data_type": "bf16", "int8_mode": "1"}
     assert served_identity(None, given) == {
         "checkpoint": "", "data_type": "bf16", "quantization": "int8", "version": __version__

@@ -41,24 +41,24 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("stored", ["fp64", "fp32", "fp16", "bf16"])
-def test_every_conversion_is_torchs(stored: str, kind: str) -> None:
+def test_every_conversion_is_torchs(stored: str, kind: str):
     dtype = torch.float64 if stored == "fp64" else torch_dtype(stored)
     values = EVERY_16_BITS.view(dtype) if stored in ("fp16", "bf16") else floats().to(dtype)
     assert_same(converted(values, kind), values.to(torch_dtype(kind)))
 
 
-def test_fp64_is_rounded_to_fp32_on_its_way() -> None:
+def test_fp64_is_rounded_to_fp32_on_its_way():
     values = torch.tensor([1 + 2**-11 + 2**-40], dtype=torch.float64)
     assert converted(values, "fp16").item() == 1.0
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1, 70_000), (3, 5, 30_000), (70_000, 2)])
-def test_blocks_cover_every_shape(shape: tuple[int, ...]) -> None:
+def test_blocks_cover_every_shape(shape: tuple[int, ...]):
     values = torch.randn(shape).bfloat16()
     assert torch.equal(converted(values, "fp16"), values.half())
 
 
-def test_turned_arrays_convert_as_straight_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turned_arrays_convert_as_straight_ones(monkeypatch):
     monkeypatch.setattr(arrays, "_BLOCK_VALUES", 10)
     values = torch.randn(4, 6, 5)
     for kind in ("bf16", "fp16"):
@@ -66,7 +66,7 @@ def test_turned_arrays_convert_as_straight_ones(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(converted(values.permute(2, 0, 1), kind), expected)
 
 
-def test_bf16_cannot_be_computed_with_by_mistake() -> None:
+def test_bf16_cannot_be_computed_with_by_mistake():
     values = as_array(torch.ones(3, dtype=torch.bfloat16))
     assert values.dtype == BF16
     with pytest.raises(TypeError):
@@ -74,7 +74,7 @@ def test_bf16_cannot_be_computed_with_by_mistake() -> None:
     assert (to_float32(values) + 1).tolist() == [2.0] * 3
 
 
-def test_rounded_values_keep_only_what_the_type_holds() -> None:
+def test_rounded_values_keep_only_what_the_type_holds():
     values = np.array([1 + 2**-9, 1e6], np.float32)
     assert round_to(values, "bf16").tolist() == [1.0, 999424.0]
     assert round_to(values, "fp16").tolist() == [1 + 2**-9, np.inf]

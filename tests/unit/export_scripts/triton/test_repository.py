@@ -37,7 +37,7 @@ end_id = 51
 
 
 @pytest.fixture
-def request_(tmp_path: Path) -> RepositoryRequest:
+def request_(tmp_path) -> RepositoryRequest:
     model_dir = tmp_path / "repo" / "tiny_gpt"
     weights = model_dir / "1" / "2-gpu"
     weights.mkdir(parents=True)
@@ -59,7 +59,7 @@ def _files(root: Path) -> dict[str, bytes]:
     }
 
 
-def test_repository_holds_model_text_models_and_ensemble(request_: RepositoryRequest) -> None:
+def test_repository_holds_model_text_models_and_ensemble(request_):
     folders = build_repository(request_)
     names = [folder.name for folder in folders]
     assert names == ["tiny_gpt", "preprocessing", "postprocessing", "ensemble"]
@@ -69,7 +69,7 @@ def test_repository_holds_model_text_models_and_ensemble(request_: RepositoryReq
     assert [step.model_name for step in steps] == ["preprocessing", "tiny_gpt", "postprocessing"]
 
 
-def test_parameters_say_how_to_run_the_model(request_: RepositoryRequest) -> None:
+def test_parameters_say_how_to_run_the_model(request_):
     config = _config(build_repository(replace(request_, parameters={"device": "cpu"}))[0])
     assert {key: value.string_value for key, value in config.parameters.items()} == {
         "tensor_para_size": "2",
@@ -82,9 +82,7 @@ def test_parameters_say_how_to_run_the_model(request_: RepositoryRequest) -> Non
     }
 
 
-def test_tokenizer_comes_from_the_weights_and_its_end_token_from_their_config(
-    request_: RepositoryRequest,
-) -> None:
+def test_tokenizer_comes_from_the_weights_and_its_end_token_from_their_config(request_):
     folders = build_repository(request_)
     for folder in folders[1:3]:
         assert (folder / "1" / "vocab.json").read_text() == "{}"
@@ -94,7 +92,7 @@ def test_tokenizer_comes_from_the_weights_and_its_end_token_from_their_config(
         assert parameters["tokenizer_type"].string_value == "bpe"
 
 
-def test_portable_repository_holds_no_absolute_path(request_: RepositoryRequest) -> None:
+def test_portable_repository_holds_no_absolute_path(request_):
     root = request_.model_dir.parent
     build_repository(request_)
     assert not [name for name, data in _files(root).items() if str(root).encode() in data]
@@ -103,7 +101,7 @@ def test_portable_repository_holds_no_absolute_path(request_: RepositoryRequest)
     assert parameters["model_checkpoint_path"].string_value == str(request_.weights_dir)
 
 
-def test_engines_differ_in_backend_script_and_weights_folder(request_: RepositoryRequest) -> None:
+def test_engines_differ_in_backend_script_and_weights_folder(request_):
     ours = build_repository(request_)[0]
     assert (ours / "1" / "model.py").is_file()
     assert (_config(ours).backend, _config(ours).default_model_filename) == ("python", "")
@@ -119,16 +117,14 @@ BERT_CONFIG = (
 )
 
 
-def test_a_bert_is_not_served_as_another_encoder(request_: RepositoryRequest) -> None:
+def test_a_bert_is_not_served_as_another_encoder(request_):
     (request_.weights_dir / "config.ini").write_text(BERT_CONFIG)
     with pytest.raises(ValueError, match=r"model_type=T5-Encoder, but .*/2-gpu holds bert\."):
         build_repository(replace(request_, model_type="T5-Encoder"))
 
 
 @pytest.mark.parametrize("portable", [True, False])
-def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(
-    request_: RepositoryRequest, portable: bool
-) -> None:
+def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(request_, portable: bool):
     (request_.weights_dir / "config.ini").write_text(BERT_CONFIG)
     request = replace(request_, engine="fastertransformer", ensemble=False, portable=portable)
     config = _config(build_repository(request)[0])
@@ -137,20 +133,20 @@ def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(
     assert path == ("" if portable else f"{request_.weights_dir}/")
 
 
-def test_streaming_model_makes_its_ensemble_streaming(request_: RepositoryRequest) -> None:
+def test_streaming_model_makes_its_ensemble_streaming(request_):
     folders = build_repository(replace(request_, decoupled=True))
     decoupled = [_config(folder).model_transaction_policy.decoupled for folder in folders]
     assert decoupled == [True, False, False, True]
 
 
-def test_dynamic_batching_is_written_when_asked_for(request_: RepositoryRequest) -> None:
+def test_dynamic_batching_is_written_when_asked_for(request_):
     assert not _config(build_repository(request_)[0]).HasField("dynamic_batching")
     batched = replace(request_, max_queue_delay_us=700, overwrite=True)
     batching = _config(build_repository(batched)[0]).dynamic_batching
     assert batching.max_queue_delay_microseconds == 700
 
 
-def test_building_again_changes_nothing(request_: RepositoryRequest) -> None:
+def test_building_again_changes_nothing(request_):
     root = request_.model_dir.parent
     build_repository(request_)
     before = _files(root), {path: path.stat().st_mtime_ns for path in root.rglob("*")}
@@ -158,7 +154,7 @@ def test_building_again_changes_nothing(request_: RepositoryRequest) -> None:
     assert before == (_files(root), {path: path.stat().st_mtime_ns for path in root.rglob("*")})
 
 
-def test_other_configuration_is_refused_unless_overwriting(request_: RepositoryRequest) -> None:
+def test_other_configuration_is_refused_unless_overwriting(request_):
     build_repository(request_)
     other = replace(request_, max_batch_size=8)
     with pytest.raises(ValueError, match=r"tiny_gpt/config\.pbtxt exists with another") as caught:
@@ -168,9 +164,7 @@ def test_other_configuration_is_refused_unless_overwriting(request_: RepositoryR
     assert _config(request_.model_dir).max_batch_size == 8
 
 
-def test_weights_without_tokenizer_are_refused_for_an_ensemble_only(
-    request_: RepositoryRequest,
-) -> None:
+def test_weights_without_tokenizer_are_refused_for_an_ensemble_only(request_):
     (request_.weights_dir / "merges.txt").unlink()
     with pytest.raises(ValueError, match="holds no tokenizer"):
         build_repository(request_)
@@ -178,7 +172,7 @@ def test_weights_without_tokenizer_are_refused_for_an_ensemble_only(
     assert build_repository(replace(request_, ensemble=False)) == [request_.model_dir]
 
 
-def test_weights_for_other_ranks_are_refused(request_: RepositoryRequest) -> None:
+def test_weights_for_other_ranks_are_refused(request_):
     config = request_.weights_dir / "config.ini"
     wrong = request_.model_dir / "1" / "4-gpu"
     wrong.mkdir()
@@ -187,7 +181,7 @@ def test_weights_for_other_ranks_are_refused(request_: RepositoryRequest) -> Non
         build_repository(replace(request_, tp_size=4))
 
 
-def test_all_problems_of_a_request_are_reported_with_their_keys(tmp_path: Path) -> None:
+def test_all_problems_of_a_request_are_reported_with_their_keys(tmp_path):
     bad = RepositoryRequest(
         model_dir=tmp_path / "ensemble",
         tp_size=0,
@@ -209,7 +203,7 @@ def test_all_problems_of_a_request_are_reported_with_their_keys(tmp_path: Path) 
     assert "the name of a text model" in text
 
 
-def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path: Path) -> None:
+def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path):
     wanted = RepositoryRequest(
         model_dir=tmp_path / "gpt",
         tp_size=1,
@@ -246,7 +240,7 @@ def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path: Path) -> No
 )
 def test_int8_mode_is_one_switch_of_both_engines(
     engine: str, model_type: str | None, int8_mode: int, reported: str
-) -> None:
+):
     wanted = RepositoryRequest(
         model_dir=Path("/r/gpt"),
         tp_size=1,
@@ -260,9 +254,7 @@ def test_int8_mode_is_one_switch_of_both_engines(
     assert check_repository(wanted) == ([reported] if reported else [])
 
 
-def test_interactive_needs_the_settings_of_sessions(
-    request_: RepositoryRequest,
-) -> None:
+def test_interactive_needs_the_settings_of_sessions(request_):
     problems = check_repository(replace(request_, interactive=True))
     assert problems == ["max_batch_size=4 must be 1 for an interactive model."]
     fitting = replace(request_, interactive=True, max_batch_size=1)
@@ -276,7 +268,7 @@ def test_interactive_needs_the_settings_of_sessions(
     assert _config(build_repository(ft)[0]).sequence_batching.HasField("direct")
 
 
-def test_failed_write_leaves_no_model_behind(request_: RepositoryRequest, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_model_behind(request_, tmp_path):
     (request_.model_dir.parent / "postprocessing").write_text("in the way")
     with pytest.raises(OSError, match="postprocessing"):
         build_repository(request_)
@@ -288,9 +280,7 @@ KILLS = 20  # times 100 in `make soak`
 
 
 @pytest.mark.soak
-def test_build_killed_at_any_moment_is_finished_by_the_next(
-    request_: RepositoryRequest, soak: int
-) -> None:
+def test_build_killed_at_any_moment_is_finished_by_the_next(request_, soak):
     repository = request_.model_dir.parent
     versions = [replace(request_, max_batch_size=size, overwrite=True) for size in (4, 8)]
     expected = []
@@ -318,7 +308,7 @@ def test_build_killed_at_any_moment_is_finished_by_the_next(
         assert files == expected[number % 2]
 
 
-def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path):
     weights = convert(
         ConversionRequest(
             write_model("gpt2", tmp_path / "source"), tmp_path / "model" / "1", 2, "fp32"
@@ -339,9 +329,7 @@ def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path: Path) -> None:
     assert build_repository(request)
 
 
-def test_end_tokens_beyond_the_first_are_a_parameter_of_the_text_models(
-    request_: RepositoryRequest,
-) -> None:
+def test_end_tokens_beyond_the_first_are_a_parameter_of_the_text_models(request_):
     folder = request_.model_dir / "1" / "2-gpu"
     (folder / "generation_config.json").write_text('{"eos_token_id": [51, 7], "top_p": 0.5}')
     for given, expected in (({}, "51,7"), ({"end_ids": "9"}, "9")):
