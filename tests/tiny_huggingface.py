@@ -10,8 +10,6 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
-from tests.ft_folders import OpenedFolder
 from tests.json_files import read_json, write_json
 
 
@@ -46,9 +44,3 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if (folder / "model.safetensors").exists():
         return dict(safetensors.torch.load_file(folder / "model.safetensors"))
     return dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
-
-
-def converted(source: Path, target: Path, **fields: Any) -> OpenedFolder:
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
-    request = ConversionRequest(checkpoint_path=source, output_dir=target, **values)
-    return OpenedFolder(convert(request).ft_dir)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of
 from tests.json_files import read_json
 from tests.megatron_core_checkpoints import Save, save_all
 from tests.rank_threads import logits_of
@@ -56,8 +56,7 @@ def archive(shared: Path, name: str) -> Path:
 
 
 def converted(source: Path, out: Path, tp_size: int) -> Path:
-    request = ConversionRequest(source, out, tp_size, "fp32")
-    return convert(request).ft_dir
+    return folder_of(source, out, tp_size=tp_size)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

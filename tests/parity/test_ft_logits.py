@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.conftest import SAMPLE_MODEL, material
+from tests.conversions import folder_of
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of
@@ -141,13 +141,7 @@ def test_converted_checkpoint_gives_recorded_logits(
 ):
     case = golden(name)
     facts = json.loads((case / "case.json").read_text())
-    request = ConversionRequest(
-        checkpoint_path=case / facts["source"],
-        output_dir=tmp_path,
-        tp_size=tp_size,
-        weight_data_type="fp32",
-    )
-    convert(request)
+    folder_of(case / facts["source"], tmp_path, tp_size=tp_size)
     prompt = json.loads((case / "greedy.json").read_text())["prompt"]
     logits = logits_of(tmp_path / f"{tp_size}-gpu", prompt, tp_size=tp_size, pp_size=pp_size)
     assert relative_difference(logits, case) < FP32_TOLERANCE
@@ -155,13 +149,7 @@ def test_converted_checkpoint_gives_recorded_logits(
 
 def test_sample_model_gives_recorded_logits_and_tokens(tmp_path):
     sample = material("sample_model")
-    request = ConversionRequest(
-        checkpoint_path=SAMPLE_MODEL,
-        output_dir=tmp_path,
-        tp_size=1,
-        weight_data_type="fp16",
-    )
-    convert(request)
+    folder_of(SAMPLE_MODEL, tmp_path, weight_data_type="fp16")
     with Engine(tmp_path / "1-gpu", Placement(device="cpu")) as engine:
         for number, recorded in enumerate(json.loads((sample / "greedy.json").read_text())):
             prompt, whole = recorded["input_ids"], recorded["greedy_output_ids"]

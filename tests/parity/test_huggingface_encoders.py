@@ -14,6 +14,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingResult, parse_encoding
 from inference.ranks.settings import Placement
+from tests.conversions import folder_of
 from tests.rank_threads import logits_by, states_by
 
 # Relative to the largest value, in fp32: another order of summation.
@@ -206,8 +207,7 @@ def test_bert_gives_the_hidden_states_of_padded_texts_of_a_tokenizer(tp_size: in
     with torch.no_grad():
         states = model.embeddings(batch["input_ids"], token_type_ids=batch["token_type_ids"])
         expected = model(**batch).last_hidden_state
-    request = ConversionRequest(
-        checkpoint_path=source, output_dir=tmp_path, tp_size=tp_size, weight_data_type="fp32"
+    ours = encode_states(
+        folder_of(source, tmp_path, tp_size=tp_size), states, mask.sum(1).tolist(), tp_size=tp_size
     )
-    ours = encode_states(convert(request).ft_dir, states, mask.sum(1).tolist(), tp_size=tp_size)
     assert difference(ours.hidden[mask], expected[mask]) < TOLERANCE

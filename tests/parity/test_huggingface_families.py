@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.mapping.settings import ALL_ACTIVATIONS
 from inference.parallel.epilogue import activate, gemm_activation
+from tests.conversions import folder_of
 from tests.json_files import read_json, write_json
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS, VARIANTS, model_of
@@ -43,11 +43,7 @@ def check(
 ) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0].float()
-    ft_dir = convert(
-        ConversionRequest(
-            checkpoint_path=source, output_dir=output_dir, tp_size=tp_size, weight_data_type="fp32"
-        )
-    ).ft_dir
+    ft_dir = folder_of(source, output_dir, tp_size=tp_size)
     chunks = LAYOUTS[tp_size, pp_size]
     found = logits_of(ft_dir, IDS, tp_size=tp_size, pp_size=pp_size, chunks=chunks, **settings)
     error = float((found - expected).abs().max() / expected.abs().max())

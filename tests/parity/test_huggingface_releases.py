@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of, written
 from tests.folder_answers import OTHERS, answered
 from tests.json_files import read_json
 from tests.parity.test_huggingface_families import DECODERS, IDS, TOLERANCE, build
@@ -34,13 +35,8 @@ EVERY = [
 ]
 
 
-def written(source: Path, output: Path, output_format: str = "huggingface") -> Path:
-    request = ConversionRequest(source, output, 1, "fp32", output_format=output_format)
-    return convert(request).ft_dir
-
-
 def through_shards(source: Path, folder: Path) -> Path:
-    return written(written(source, folder, "fastertransformer"), folder)
+    return written(folder_of(source, folder), folder)
 
 
 def folders(python: str | None, path: Path) -> Iterator[tuple[str, Path, torch.Tensor]]:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.inspect import describe
+from tests.conversions import folder_of
 from tests.folder_answers import answered
 from tests.megatron_hybrid_checkpoints import IDS, Hybrid, save_all
 from tests.megatron_ranks import OTHERS
@@ -76,11 +76,12 @@ def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path):
     for name, (pattern, whole, _) in saves.items():
         expected = torch.load(tmp_path / (whole or name) / "logits.pt").numpy()
         form = "huggingface" if set(pattern) & {"E", "M"} else "fastertransformer"
-        request = ConversionRequest(
-            tmp_path / name, tmp_path / "out" / name, 1, "fp32", output_format=form,
+        folder = folder_of(
+            tmp_path / name,
+            tmp_path / "out" / name,
+            output_format=form,
             given=(("start_id", "1"), ("end_id", "2")),
-        )  # fmt: skip
-        folder = convert(request).ft_dir
+        )
         if form == "huggingface":
             found = answered([{"folder": str(folder), "ids": IDS}], None)[0]
         else:

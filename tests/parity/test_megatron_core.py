@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of
 from tests.json_files import read_json
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS
@@ -43,7 +44,7 @@ def test_a_hybrid_model_gives_the_recorded_logits(shared, tmp_path, tp_size: int
     recorded = np.load(case / "logits.npz")
     prompt, expected = recorded["ids"].ravel().tolist(), recorded["logits"]
     given = (("start_id", "1"), ("end_id", "2"))
-    shards = convert(ConversionRequest(case, tmp_path / "out", tp_size, "fp32", given=given)).ft_dir
+    shards = folder_of(case, tmp_path / "out", tp_size=tp_size, given=given)
     found = logits_of(shards, prompt, tp_size=tp_size, pp_size=1).numpy()
     assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
 
@@ -150,14 +151,13 @@ def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(
     )  # fmt: skip
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0]
-    shards = convert(ConversionRequest(source, tmp_path / "out", tp_size, "fp32")).ft_dir
+    shards = folder_of(source, tmp_path / "out", tp_size=tp_size)
     found = logits_of(shards, IDS, tp_size=tp_size, pp_size=1)
     assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
     if tp_size > 1:
         return
-    request = ConversionRequest(
-        source, tmp_path / "hf", 1, "fp32", output_format="huggingface", allow=("tokenizer",)
+    left = class_.from_pretrained(
+        folder_of(source, tmp_path / "hf", output_format="huggingface", allow=("tokenizer",))
     )
-    left = class_.from_pretrained(convert(request).ft_dir)
     with torch.no_grad():
         torch.testing.assert_close(left(torch.tensor([IDS])).logits[0], expected)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of
 from tests.megatron_ranks import OTHERS, run_ranks
 from tests.rank_threads import logits_of
 from tests.settings_sweep import BASE, IDS, Case, pairs, singles
@@ -33,9 +33,8 @@ FOLDERS = (
 def outcome(source: Path, expected: torch.Tensor, out: Path, kind: str) -> str:
     """Return "equal", "refused", or by how much the logits of a folder of some kind differ."""
     given = (("start_id", "1"), ("end_id", "2"))
-    request = ConversionRequest(source, out, 1, "fp32", given=given, output_format=kind)
     try:
-        folder = convert(request).ft_dir
+        folder = folder_of(source, out, given=given, output_format=kind)
     except CheckpointMismatchError:
         return "refused"
     if kind == "fastertransformer":

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of
 from tests.megatron_core_models import Load, load_all
 from tests.megatron_ranks import OTHERS
 from tests.tiny_transformers import write_model
@@ -43,11 +43,12 @@ def test_megatron_core_computes_what_transformers_does(python: str, tmp_path, so
     for number, (name, form) in enumerate([*CASES, *(OTHER_CASES if soak > 1 else ())]):
         changes = {"attention_bias": False} if name == "smollm3" else {}
         source = write_model(name, tmp_path / f"{name}-{form}", **changes)
-        request = ConversionRequest(
-            source, tmp_path / f"out{number}", 1, "fp32", output_format="torch_dist",
-            megatron_model=form,
-        )  # fmt: skip
-        folder = convert(request).ft_dir / "release"
+        folder = (
+            folder_of(
+                source, tmp_path / f"out{number}", output_format="torch_dist", megatron_model=form
+            )
+            / "release"
+        )
         ranks = RANKS if number < 1 or soak > 1 else [RANKS[1 + number % 3]]
         for tp_size, pp_size in ranks:
             logits = str(tmp_path / f"{name}-{form}-{tp_size}-{pp_size}.pt")

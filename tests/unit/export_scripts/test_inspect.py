@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.inspect import describe, main
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import copy_of
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
@@ -30,7 +30,7 @@ def uses(path: Path) -> str:
 @pytest.mark.parametrize(("name", "has_backend"), [("gpt2", True), ("llama", False)])
 def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path):
     model = write_model(name, tmp_path / "model")
-    shards = convert(ConversionRequest(model, tmp_path, 2, "fp32")).ft_dir
+    shards = folder_of(model, tmp_path, tp_size=2)
     for path in (model, shards):
         text = uses(path)
         assert OURS in text
@@ -117,9 +117,7 @@ def test_a_damaged_size_is_named_at_once(
 
 
 def test_a_folder_without_heads_of_keys_is_refused_by_path(tmp_path):
-    shards = convert(
-        ConversionRequest(write_model("llama", tmp_path / "model"), tmp_path, 1, "fp32")
-    ).ft_dir
+    shards = folder_of(write_model("llama", tmp_path / "model"), tmp_path)
     ini = shards / "config.ini"
     ini.write_text(ini.read_text().replace("kv_head_num = 2", "kv_head_num = 0"))
     with pytest.raises(CheckpointMismatchError, match=f"{ini}: kv_head_num = 0: expected"):

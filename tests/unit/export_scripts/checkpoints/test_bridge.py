@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from export_scripts.checkpoints import recognise_format
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
+from tests.conversions import folder_of
 from tests.json_files import write_json
 from tests.looks import assert_exact
 from tests.tiny import tiktoken_list
@@ -274,7 +274,7 @@ def test_tiktoken_s_vocabulary_becomes_a_tokenizer(state: Tensors, tmp_path):
     (source / "tokenizer").mkdir(exist_ok=True)
     (source / "tokenizer" / "tokenizer.json").write_bytes(tiktoken_list())
     (source / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)
-    folder = convert(ConversionRequest(source, tmp_path / "shards", 1, "fp32")).ft_dir
+    folder = folder_of(source, tmp_path / "shards")
     ours = load_tokenizer(folder)
     assert ours.encode("a</s>") == [8 + ord("a"), 2]
     assert (ours.special_ids, ours.vocab_size) == (frozenset(range(8)), 264)

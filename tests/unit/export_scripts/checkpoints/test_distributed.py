@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
+from tests.conversions import folder_of
 from tests.json_files import write_json
 from tests.tiny import write_tar
 from tests.tiny_distributed import megatron_common, sharded, write_distributed, write_state
@@ -107,8 +107,7 @@ def write(
 
 
 def converted(source: Path, out: Path, tp_size: int = 1, **fields: Any) -> Path:
-    values = {"weight_data_type": "fp32"} | fields
-    return convert(ConversionRequest(source, out, tp_size, **values)).ft_dir
+    return folder_of(source, out, tp_size=tp_size, **fields)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

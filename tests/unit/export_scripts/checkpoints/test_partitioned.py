@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of
 from tests.tiny import gpt_tensors, write_nemo
 
 
 def contents(source: Path, out: Path) -> dict[str, bytes]:
-    folder = convert(ConversionRequest(source, out, 2, "fp32")).ft_dir
+    folder = folder_of(source, out, tp_size=2)
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 

@@ -15,6 +15,7 @@ from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
+from tests.conversions import folder_of, problems_of, request_of, written
 from tests.engine_logits import prompt_logits
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
@@ -232,15 +233,11 @@ def quantised(original: Path, folder: Path, form: str) -> tuple[Path, Tensors]:
     ), wide
 
 
-def request(source: Path, output: Path, kind: str = "fp32") -> ConversionRequest:
-    return ConversionRequest(source, output, 1, kind, output_format="huggingface")
-
-
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_weights_are_widened_by_the_library_s_formula(form: str, kind: str, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
-    folder = convert(request(source, tmp_path, kind)).ft_dir
+    folder = written(source, tmp_path, weight_data_type=kind)
     assert "quantization_config" not in read_json(folder / "config.json")
     found = read_tensors(folder)
     if kind == "bf16":
@@ -250,7 +247,7 @@ def test_weights_are_widened_by_the_library_s_formula(form: str, kind: str, orig
 
 def test_transformers_computes_the_same_of_block_scaled_weights(original, tmp_path):
     source, _ = quantised(original, tmp_path / "source", "block")
-    folder = convert(request(source, tmp_path)).ft_dir
+    folder = written(source, tmp_path)
     outputs = []
     for path in (source, folder):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -266,14 +263,14 @@ def test_modelopt_may_state_its_form_in_a_file_of_its_own(original, tmp_path):
     write_json(source / "config.json", config)
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     write_json(source / "hf_quant_config.json", stated)
-    found = read_tensors(convert(request(source, tmp_path)).ft_dir)
+    found = read_tensors(written(source, tmp_path))
     assert_equal_tensors(found, expected)
 
 
 def test_shards_are_made_of_quantised_folders(original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", "awq")
-    shards = convert(ConversionRequest(source, tmp_path, 2, "fp32")).ft_dir
-    found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
+    shards = folder_of(source, tmp_path, tp_size=2)
+    found = read_tensors(written(shards, tmp_path))
     assert_equal_tensors(found, expected)
 
 
@@ -284,8 +281,7 @@ KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
-    given = ConversionRequest(source, tmp_path / "kept", tp_size, "fp32", keep_fp8=True)
-    shards = convert(given).ft_dir
+    shards = folder_of(source, tmp_path / "kept", tp_size=tp_size, keep_fp8=True)
     reader, stored = FTReader(shards), read_tensors(source)
     name = "model.layers.1.mlp.dense_4h_to_h.weight"  # whose ranks share the inputs
     parts = [reader.in_fp8(name, rank) for rank in range(tp_size)]
@@ -295,7 +291,7 @@ def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original, tmp_path):
     assert (shards / f"{name}.0.bin").stat().st_size == values.numel() // tp_size
     wide = torch.cat([reader.read(name, rank) for rank in range(tp_size)])
     assert torch.equal(wide, expected[key].T)
-    found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
+    found = read_tensors(written(shards, tmp_path))
     assert_equal_tensors(found, expected)
 
 
@@ -303,8 +299,9 @@ def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(original, tmp_pa
     source, _ = quantised(original, tmp_path / "source", "block")
     logits = []
     for keep in (False, True):
-        given = ConversionRequest(source, tmp_path / str(keep), 1, "fp32", keep_fp8=keep)
-        with Engine(convert(given).ft_dir, Placement(device="cpu")) as engine:
+        with Engine(
+            folder_of(source, tmp_path / str(keep), keep_fp8=keep), Placement(device="cpu")
+        ) as engine:
             logits.append(prompt_logits(engine, range(3, 20)))
     assert torch.equal(*logits)
 
@@ -328,7 +325,7 @@ def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
     nan[3, 4] = 0xFF
     damaged = copy_of(source, tmp_path / "nan", tensors={key: nan.view(FP8)})
     with pytest.raises(CheckpointMismatchError, match="holds 1 values that are infinite or not"):
-        convert(ConversionRequest(damaged, tmp_path / "out", 1, "bf16", keep_fp8=True))
+        folder_of(damaged, tmp_path / "out", weight_data_type="bf16", keep_fp8=True)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +350,7 @@ def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
 )
 def test_other_forms_are_refused_by_name(settings: Any, words: str, original, tmp_path):
     source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
-    (problem,) = check_conversion(request(source, tmp_path / "out"))
+    (problem,) = check_conversion(request_of(source, tmp_path / "out", output_format="huggingface"))
     assert words in problem
     assert "deploy.engine=vllm" in problem
 
@@ -362,7 +359,9 @@ def test_missing_scales_are_named(original, tmp_path):
     source, _ = quantised(original, tmp_path / "source", "block")
     lost = "model.layers.1.mlp.up_proj.weight_scale_inv"
     broken = copy_of(source, tmp_path / "broken", tensors={lost: None})
-    assert f"{lost} is missing" in "\n".join(check_conversion(request(broken, tmp_path / "out")))
+    assert f"{lost} is missing" in problems_of(
+        broken, tmp_path / "out", output_format="huggingface"
+    )
 
 
 MATRIX = "model.layers.0.mlp.up_proj."  # (96, 64)
@@ -412,7 +411,7 @@ def test_parts_that_do_not_fit_are_named_before_any_work(
         zeros = {key.replace("scales", "qzeros"): tensors[key.replace("scales", "qzeros")][:3]
                  for key in (name, other)}  # fmt: skip
         broken = copy_of(broken, tmp_path / "agreeing", tensors=zeros)
-    problems = check_conversion(request(broken, tmp_path / "out"))
+    problems = check_conversion(request_of(broken, tmp_path / "out", output_format="huggingface"))
     assert len(problems) == 2
     assert f"{broken}: {name} {reported}" in problems[0]
     assert other in problems[1]
@@ -429,7 +428,7 @@ def test_groups_that_are_not_there_are_named_and_leave_nothing(
     indices[5] = group
     broken = copy_of(source, tmp_path / "broken", tensors={key: indices})
     output = tmp_path / "out"
-    wanted = request(broken, output)
+    wanted = request_of(broken, output, output_format="huggingface")
     if is_shards:
         wanted = ConversionRequest(broken, output, 1, "fp32")
     with pytest.raises(CheckpointMismatchError) as caught:
@@ -448,5 +447,5 @@ def test_groups_that_are_not_there_are_named_and_leave_nothing(
 )
 def test_damaged_settings_are_refused(settings: Any, original, tmp_path):
     source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
-    (problem,) = check_conversion(request(source, tmp_path / "out"))
+    (problem,) = check_conversion(request_of(source, tmp_path / "out", output_format="huggingface"))
     assert "deploy.engine=vllm" in problem

@@ -28,10 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.rank_files import rank_tensors, zero_tensors
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import check_conversion, convert
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
+from tests.conversions import folder_of, request_of, written
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny_distributed import sharded, write_state
@@ -208,10 +209,9 @@ def verl_megatron(folder: Path, tensors: Tensors, model: Path) -> Path:
 
 
 def core_without_arguments(model: Path, folder: Path) -> None:
-    request = ConversionRequest(
-        model, folder.parent / "written", 1, "fp32", output_format="torch_dist"
+    shutil.move(
+        folder_of(model, folder.parent / "written", output_format="torch_dist") / "release", folder
     )
-    shutil.move(convert(request).ft_dir / "release", folder)
     torch.save({"content_metadata": {"singleton_local_shards": False}}, folder / "common.pt")
 
 
@@ -333,7 +333,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path):
     folder = tmp_path / "step-5"
     save_alone(folder, state)
     copy_settings(model, folder)
-    request = ConversionRequest(folder, tmp_path / "out", 1, "fp32", output_format="huggingface")
+    request = request_of(folder, tmp_path / "out", output_format="huggingface")
     found = read_tensors(convert(request).ft_dir)
     assert_equal_tensors(found, whole)
     biased = tmp_path / "step-6"
@@ -457,11 +457,10 @@ def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path)
     own = folder / "model_config.yaml"
     own.write_text(yaml.safe_dump(settings))
 
-    def folder_of(source: Path, out: str) -> dict[str, bytes]:
-        written = converted_to(source, tmp_path / out, output_format="huggingface", for_text=False)
-        return contents(written)
+    def contents_of(source: Path, out: str) -> dict[str, bytes]:
+        return contents(written(source, tmp_path / out))
 
-    assert folder_of(folder, "out") == folder_of(model, "expected")
+    assert contents_of(folder, "out") == contents_of(model, "expected")
     assert not mentions(describe(folder)["can be"], "as it is")
     settings |= {"rope_base": 7, "rope_adjustments": {"factor": 8.0}}
     own.write_text(yaml.safe_dump(settings))
@@ -675,8 +674,7 @@ def test_experts_of_stage_3_are_read_one_by_one(tmp_path):
     assert sum(part.span_bytes for part in expert.stored) == 4 * state[gates][4].numel()
     assert torch.equal(torch.from_numpy(expert.load(FileMaps())), state[gates][4])
     made = [
-        convert(ConversionRequest(source, tmp_path / name, 1, "fp32", output_format="huggingface",
-                                  given=GIVEN, model_config=settings)).ft_dir
+        written(source, tmp_path / name, given=GIVEN, model_config=settings)
         for name, source, settings in (
             ("expected", tmp_path / "model", None), ("out", folder, tmp_path / "model"),
         )
@@ -983,10 +981,7 @@ def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_pat
     if name == "qwen3-moe":
         own = argparse.Namespace(tuner_type="full", model="Qwen/Qwen3-30B-A3B")
         torch.save({"args": own, "iteration": 7}, source / "common.pt")
-    request = ConversionRequest(
-        source, tmp_path / "out", 1, "fp32", output_format="huggingface", model_config=model
-    )
-    folder = convert(request).ft_dir
+    folder = written(source, tmp_path / "out", model_config=model)
     expected = read_tensors(model)
     found = read_tensors(folder)
     assert_equal_tensors(found, expected)

@@ -11,6 +11,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of, problems_of
 from tests.tiny import TinyGPT, gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
 from tests.tiny_huggingface import copy_of
 from tests.tiny_transformers import write_model
@@ -34,8 +35,9 @@ def test_sizes_that_are_no_sizes_are_reported(tmp_path, config: dict[str, Any], 
 
 def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path):
     source = write_nemo(tmp_path / "x.nemo", config={"layernorm_epsilon": "1e-3"})
-    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert "layernorm_eps = 0.001" in (done.ft_dir / "config.ini").read_text()
+    assert (
+        "layernorm_eps = 0.001" in (folder_of(source, tmp_path / "out") / "config.ini").read_text()
+    )
 
 
 def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path):
@@ -164,7 +166,7 @@ def test_an_output_below_a_file_is_refused(tmp_path):
 def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
     with pytest.raises(CheckpointMismatchError):
-        convert(ConversionRequest(source, tmp_path / "new" / "out", 5, "fp32"))
+        folder_of(source, tmp_path / "new" / "out", tp_size=5)
     assert not (tmp_path / "new").exists()
 
 
@@ -179,7 +181,7 @@ def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path, as_link: bool)
         place.symlink_to(tmp_path / "elsewhere")
     else:
         place.touch()
-    convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", overwrite=True))
+    folder_of(source, tmp_path / "out", overwrite=True)
     assert (place / "config.ini").is_file()
     assert (tmp_path / "elsewhere" / "kept").exists()
 
@@ -223,8 +225,7 @@ def test_averaged_weights_that_are_left_are_reported(tmp_path):
     source.mkdir()
     content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}
     torch.save(content, source / "gpt-step=9-last-EMA.ckpt")
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert "name one of gpt-step=9-last-EMA.ckpt" in problems[0]
+    assert "name one of gpt-step=9-last-EMA.ckpt" in problems_of(source, tmp_path / "out")
     torch.save(content, source / "gpt-step=9-last.ckpt")
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert done.remarks[0].startswith("left gpt-step=9-last-EMA.ckpt")
@@ -263,5 +264,4 @@ def test_values_that_no_json_of_a_model_has_are_reported(
     config: dict[str, Any], reported: str, tmp_path
 ):
     source = copy_of(write_model("llama", tmp_path / "llama"), tmp_path / "source", config=config)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert reported in "\n".join(problems)
+    assert reported in problems_of(source, tmp_path / "out")

@@ -22,6 +22,7 @@ from export_scripts.numeric.narrowing import fp8_bytes, to_fp8
 from foundations.errors import CheckpointMismatchError
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
+from tests.conversions import folder_of
 from tests.json_files import read_json
 from tests.looks import assert_exact, mentions
 from tests.tiny_huggingface import assert_equal_tensors
@@ -114,7 +115,7 @@ def test_transformers_widens_blocks_to_the_same(tmp_path):
 
 def test_the_source_may_be_of_any_form(tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
-    shards = convert(ConversionRequest(base, tmp_path / "shards", 2, "fp32")).ft_dir
+    shards = folder_of(base, tmp_path / "shards", tp_size=2)
     found, expected = (
         load_file(convert(request(each, tmp_path / each.name, "block")).ft_dir / WEIGHTS_NAME)
         for each in (shards, base)

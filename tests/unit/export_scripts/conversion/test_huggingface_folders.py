@@ -22,6 +22,7 @@ from export_scripts.families.mapping import sources
 from inference.certify.certificate import Certificate
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
+from tests.conversions import folder_of, written
 from tests.json_files import read_json
 from tests.looks import mentions
 from tests.tiny import (
@@ -74,16 +75,6 @@ KIND = {"t5-encoder": "t5_encoder"}
 UNUSED_ROWS = {"model.decoder.embed_positions.weight": 2}
 # Biases of which each rank holds a share, which fp16 rounds where it is not a normal number.
 DIVIDED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-
-
-def written(source: Path, output: Path, **fields: Any) -> Path:
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32", "processes": 2} | fields
-    request = ConversionRequest(source, output, **values)
-    return convert(request).ft_dir
-
-
-def way_out(source: Path, output: Path, **fields: Any) -> Path:
-    return written(source, output, output_format="huggingface", **fields)
 
 
 _NEW = ("new", "one-norm")  # of Falcon's, those with fewer key than query heads
@@ -143,10 +134,10 @@ def test_a_model_comes_back_from_shards_equal_to_the_byte(name: str, tmp_path, s
         sizes = sized(name, heads, size, inter, layers, vocab)
         original = write_model(name, folder / "original", **sizes)
         first = {"weight_data_type": kind, "model_type": KIND.get(name)}
-        shards = written(original, folder / "shards", tp_size=tp_size, **first)
-        back = way_out(shards, folder / "back", weight_data_type=kind, max_shard_bytes=shard)
+        shards = folder_of(original, folder / "shards", tp_size=tp_size, **first)
+        back = written(shards, folder / "back", weight_data_type=kind, max_shard_bytes=shard)
         assert folder_problems(back) == []
-        direct = way_out(original, folder / "direct", **first)
+        direct = written(original, folder / "direct", **first)
         expected, found, unsplit = (
             {key: torch.atleast_1d(value) for key, value in tensors_of(each).items()}
             for each in (original, back, direct)
@@ -182,11 +173,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_bert_from_shards_lacks_its_embeddings(tmp_path):
     original = write_model("bert", tmp_path / "original")
-    shards = written(original, tmp_path, tp_size=2)
+    shards = folder_of(original, tmp_path, tp_size=2)
     with pytest.raises(ValueError, match="without its embeddings: convert the original"):
-        way_out(shards, tmp_path)
+        written(shards, tmp_path)
     assert not (tmp_path / "huggingface").exists()
-    layers = tensors_of(way_out(shards, tmp_path, allow=("embeddings",)))
+    layers = tensors_of(written(shards, tmp_path, allow=("embeddings",)))
     expected = read_tensors(original)
     for key, value in layers.items():
         assert torch.equal(value, expected[key.removeprefix("bert.")])
@@ -215,8 +206,8 @@ def edited(shards: Path, settings_: Mapping[str, str]) -> Path:
 
 
 def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path):
-    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
-    folder = way_out(edited(shards, NO_FINAL_NORM), tmp_path)
+    shards = folder_of(write_model("gpt2", tmp_path / "original"), tmp_path)
+    folder = written(edited(shards, NO_FINAL_NORM), tmp_path)
     assert read_json(folder / "config.json")["model_type"] == "opt"
     assert folder_problems(folder) == []
 
@@ -234,7 +225,7 @@ def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path):
 def test_settings_that_no_model_has_are_refused_and_leave_nothing(
     settings_: dict[str, str], words: str, tmp_path
 ):
-    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
+    shards = folder_of(write_model("gpt2", tmp_path / "original"), tmp_path)
     request = ConversionRequest(
         edited(shards, settings_), tmp_path / "out", 1, "fp32", output_format="huggingface"
     )
@@ -247,19 +238,19 @@ def test_settings_that_no_model_has_are_refused_and_leave_nothing(
 
 
 def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path):
-    shards = written(write_model("llama", tmp_path / "original"), tmp_path, tp_size=2)
+    shards = folder_of(write_model("llama", tmp_path / "original"), tmp_path, tp_size=2)
     victim = shards / "model.layers.1.mlp.dense_4h_to_h.weight.1.bin"
     content = bytearray(victim.read_bytes())
     content[100] ^= 1
     victim.write_bytes(content)
     with pytest.raises(ValueError, match="does not match its checksum") as error:
-        way_out(shards, tmp_path)
+        written(shards, tmp_path)
     assert str(victim) in str(error.value)
     assert not (tmp_path / "huggingface").exists()
 
 
 def test_the_folder_is_validated_against_its_manifest(tmp_path):
-    folder = way_out(write_model("gptj", tmp_path / "original"), tmp_path, max_shard_bytes=20_000)
+    folder = written(write_model("gptj", tmp_path / "original"), tmp_path, max_shard_bytes=20_000)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert folder_problems(folder) == []
@@ -280,7 +271,7 @@ def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path):
     assert not convert(request).already_done
     assert convert(request).already_done
     with pytest.raises(ValueError, match="holds another conversion"):
-        way_out(source, tmp_path)
+        written(source, tmp_path)
     assert check_conversion(request) == []
 
 
@@ -291,22 +282,22 @@ def test_values_that_fp16_lacks_leave_no_folder(tmp_path):
         tensors={"transformer.ln_f.bias": torch.full((24,), 1e6)},
     )
     with pytest.raises(ValueError, match=r"transformer.ln_f.bias: values up to 1e\+06"):
-        way_out(source, tmp_path, weight_data_type="fp16")
+        written(source, tmp_path, weight_data_type="fp16")
     assert not list(tmp_path.glob("*huggingface*/*"))
 
 
 def test_shards_of_shards_are_refused(tmp_path):
-    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
+    shards = folder_of(write_model("gpt2", tmp_path / "original"), tmp_path)
     with pytest.raises(
         ValueError, match="is a folder of shards, which cannot be converted to other"
     ):
-        written(shards, tmp_path / "again", tp_size=2)
+        folder_of(shards, tmp_path / "again", tp_size=2)
 
 
 def test_a_hugging_face_folder_has_no_ranks(tmp_path):
     source = write_model("gpt2", tmp_path / "original")
     with pytest.raises(ValueError, match="--tensor-model-parallel-size=2: a huggingface folder"):
-        way_out(source, tmp_path, tp_size=2)
+        written(source, tmp_path, tp_size=2)
 
 
 def certified(
@@ -353,7 +344,7 @@ def megatron_forms(folder: Path) -> dict[str, Path]:
 def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(form: str, tmp_path):
     source = megatron_forms(tmp_path)[form]
     ids = () if form in ("nemo", "megatron") else (("start_id", "1"), ("end_id", "2"))
-    folder = way_out(source, tmp_path / form, given=ids)
+    folder = written(source, tmp_path / form, given=ids)
     config = read_json(folder / "config.json")
     assert config["model_type"] == ("llama" if ids else "gpt2")
     assert_equal(certified(source, folder, tmp_path, given=ids))
@@ -363,7 +354,7 @@ def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path):
     forms = megatron_forms(tmp_path)
     ids = (("start_id", "1"), ("end_id", "2"))
     folders = {
-        form: way_out(source, tmp_path / form, given=() if form in ("nemo", "megatron") else ids)
+        form: written(source, tmp_path / form, given=() if form in ("nemo", "megatron") else ids)
         for form, source in forms.items()
     }
     weights = {form: (each / "model.safetensors").read_bytes() for form, each in folders.items()}
@@ -375,7 +366,7 @@ def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path)
     tensors = gpt_tensors(TinyGPT())
     plain, folded = (
         read_tensors(
-            way_out(
+            written(
                 write_nemo(tmp_path / f"{word}.nemo", tensors, config={"normalization": word}),
                 tmp_path / word,
             )
@@ -388,12 +379,12 @@ def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path)
 
 
 def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path):
-    shards = written(write_model("bloom", tmp_path / "original"), tmp_path, tp_size=2)
+    shards = folder_of(write_model("bloom", tmp_path / "original"), tmp_path, tp_size=2)
     config = shards / "config.ini"
     named = config.read_text().split("\n")
     config.write_text("\n".join("model_name =" if "model_name" in x else x for x in named))
     (tmp_path / "2-gpu.manifest.json").unlink()
-    assert read_json(way_out(shards, tmp_path) / "config.json")["n_head"] == 4
+    assert read_json(written(shards, tmp_path) / "config.json")["n_head"] == 4
 
 
 def wide_heads(path: Path) -> Path:
@@ -413,18 +404,18 @@ def wide_heads(path: Path) -> Path:
 
 def test_a_head_that_begins_in_a_chunk_ends_in_it(tmp_path, monkeypatch):
     source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
-    expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
+    expected = written(source, tmp_path / "whole", given=ids) / "model.safetensors"
     monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
-    found = way_out(source, tmp_path / "cut", given=ids) / "model.safetensors"
+    found = written(source, tmp_path / "cut", given=ids) / "model.safetensors"
     assert found.read_bytes() == expected.read_bytes()
 
 
 def test_an_interrupted_folder_is_continued(tmp_path, monkeypatch):
     source = write_model("gptj", tmp_path / "original")
     options = {"max_shard_bytes": 20_000, "processes": 1}
-    expected = tensors_of(way_out(source, tmp_path / "whole", **options))
+    expected = tensors_of(written(source, tmp_path / "whole", **options))
     calls = iter(range(15))
 
     def rearranged(*arguments: Any) -> Any:
@@ -434,7 +425,7 @@ def test_an_interrupted_folder_is_continued(tmp_path, monkeypatch):
 
     monkeypatch.setattr(write, "rearranged", rearranged)
     with pytest.raises(KeyboardInterrupt):
-        way_out(source, tmp_path, **options)
+        written(source, tmp_path, **options)
     assert not (tmp_path / "huggingface").exists()
     done = len(list((tmp_path / ".huggingface.partial").glob("*.safetensors")))
     monkeypatch.undo()

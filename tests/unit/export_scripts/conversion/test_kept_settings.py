@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.layout import manifest_path
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of, written
 from tests.json_files import read_json, write_json
 from tests.tiny_transformers import MODELS, write_model
 
@@ -25,13 +25,8 @@ CHANGES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def written(source: Path, output: Path, kind: str = "huggingface", **more: Any) -> Path:
-    request = ConversionRequest(source, output, 1, "fp32", output_format=kind, **more)
-    return convert(request).ft_dir
-
-
 def through_shards(source: Path, output: Path, **more: Any) -> Path:
-    return written(written(source, output, "fastertransformer"), output, **more)
+    return written(folder_of(source, output), output, **more)
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
@@ -69,7 +64,7 @@ def test_a_stated_token_counts_more_than_the_source(way: Any, tmp_path):
 
 def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path):
     source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
-    shards = written(source, tmp_path, "fastertransformer", given=(("end_id", "11"),))
+    shards = folder_of(source, tmp_path, given=(("end_id", "11"),))
     back = written(shards, tmp_path)
     assert settings(back)["eos_token_id"] == 11
     assert settings(back, "generation_config.json")["eos_token_id"] in (11, [11])
@@ -117,7 +112,7 @@ def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path):
 
 def shards_with(source: Path, output: Path, kept: Any) -> Path:
     """Return shards whose manifest holds other settings than their source's."""
-    shards = written(source, output, "fastertransformer")
+    shards = folder_of(source, output)
     path = manifest_path(shards)
     table = read_json(path)
     table["source"]["settings"] = kept

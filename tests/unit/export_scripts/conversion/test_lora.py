@@ -20,6 +20,7 @@ from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import peft_problems
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny import (
@@ -47,8 +48,7 @@ KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shards(source: Path, out: Path, *lora: Path, kind: str = "fp32", tp_size: int = 2) -> Any:
-    request = ConversionRequest(source, out, tp_size, kind, lora_checkpoints=lora)
-    folder = convert(request).ft_dir
+    folder = folder_of(source, out, tp_size=tp_size, weight_data_type=kind, lora_checkpoints=lora)
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
@@ -129,8 +129,7 @@ def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path):
     source = run / "last.pt" if form == "one file" else run
 
     def converted(name: str) -> Any:
-        request = ConversionRequest(source, tmp_path / name, 2, "fp32", model_config=base)
-        folder = convert(request).ft_dir
+        folder = folder_of(source, tmp_path / name, tp_size=2, model_config=base)
         return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
     with pytest.raises(CheckpointMismatchError, match=r"no adapter_config\.json, which states"):

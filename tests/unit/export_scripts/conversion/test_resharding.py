@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
+from tests.conversions import folder_of
 from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
 
 
 def folder(source: Path, output: Path, tp_size: int, data_type: str = "fp32") -> Path:
-    return convert(ConversionRequest(source, output, tp_size, data_type, processes=2)).ft_dir
+    return folder_of(source, output, tp_size=tp_size, weight_data_type=data_type, processes=2)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -89,8 +89,9 @@ def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path):
 def test_the_number_of_workers_changes_nothing(tmp_path, processes: int):
     source = write_nemo(tmp_path / "x.nemo")
     one = folder(source, tmp_path / "one", 2)
-    request = ConversionRequest(source, tmp_path / "many", 2, "fp32", processes=processes)
-    assert contents(convert(request).ft_dir) == contents(one)
+    assert contents(
+        folder_of(source, tmp_path / "many", tp_size=2, processes=processes)
+    ) == contents(one)
 
 
 def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import folder_of
 from tests.json_files import write_json
 
 State = dict[str, torch.Tensor]
@@ -20,7 +20,7 @@ HEAD = "lm_head.weight"
 
 
 def contents(source: Path, output_dir: Path) -> dict[str, bytes]:
-    folder = convert(ConversionRequest(source, output_dir, 2, "fp16", processes=1)).ft_dir
+    folder = folder_of(source, output_dir, tp_size=2, weight_data_type="fp16", processes=1)
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 

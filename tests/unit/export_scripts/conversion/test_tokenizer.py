@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from export_scripts.conversion.convert import (
-    ConversionRequest,
     check_conversion,
     convert,
 )
 from export_scripts.conversion.tokenizer_probes import PROBES
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
+from tests.conversions import folder_of, request_of, written
 from tests.folder_answers import OTHERS, answered
 from tests.looks import mentions
 from tests.tiny import tiktoken_list, torch_bytes, write_tar
@@ -101,10 +101,6 @@ def spm_archive(path: Path, model: bytes, rows: int | None = None) -> Path:
     return archive(path, rows or count, tokenizer, a_tokenizer__model=model)
 
 
-def request(source: Path, output: Path, **fields: Any) -> ConversionRequest:
-    return ConversionRequest(source, output, 1, "fp32", output_format="huggingface", **fields)
-
-
 TEXTS = (*PROBES, *LINES, "<sep>a<sep> <extra_id_1>", "the<ctl>", "foo bar", "w ｗ")
 
 
@@ -117,7 +113,12 @@ def test_folders_have_the_ids_and_texts_of_their_sources(python: str | None, cor
         source = spm_archive(tmp_path / f"{name}.nemo", data)
         stated = (("start_id", "1"), ("end_id", "1"))
         folder = convert(
-            request(source, tmp_path / name, given=stated if own.bos_id() < 0 else ())
+            request_of(
+                source,
+                tmp_path / name,
+                given=stated if own.bos_id() < 0 else (),
+                output_format="huggingface",
+            )
         ).ft_dir
         requests.append({"folder": str(folder), "texts": TEXTS})
         wanted.append([[own.encode(text), own.decode(own.encode(text))] for text in TEXTS])
@@ -129,12 +130,12 @@ def test_folders_have_the_ids_and_texts_of_their_sources(python: str | None, cor
         path = tmp_path / "vocab.txt"
         path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces.split()]))
         source = write_model("gpt2", tmp_path / "gpt2")
-        folder = convert(request(source, tmp_path / pieces, vocab_path=path)).ft_dir
+        folder = written(source, tmp_path / pieces, vocab_path=path)
         requests.append({"folder": str(folder), "texts": ["Ac B"]})
         wanted.append([[ids, "ac b" if ids[0] == 5 else "[UNK] B"]])
     source, slow = byte_pairs(tmp_path)
     texts = [text for text in TEXTS if "<|" not in text]
-    folder = convert(request(source, tmp_path / "byte pairs")).ft_dir
+    folder = written(source, tmp_path / "byte pairs")
     requests.append({"folder": str(folder), "texts": texts})
     wanted.append([[slow(text)["input_ids"], text] for text in texts])
     assert answered(requests, python) == wanted
@@ -142,13 +143,13 @@ def test_folders_have_the_ids_and_texts_of_their_sources(python: str | None, cor
 
 def test_special_tokens_and_rows_are_those_of_the_model(corpus, tmp_path):
     source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path))
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
     assert tokenizer.decode([2], skip_special_tokens=True) == ""
     small = spm_archive(tmp_path / "small.nemo", trained(corpus, tmp_path), rows=60)
     with pytest.raises(CheckpointMismatchError, match="embedding has 60 rows"):
-        convert(request(small, tmp_path / "none"))
+        convert(request_of(small, tmp_path / "none", output_format="huggingface"))
     assert not (tmp_path / "none" / "huggingface").exists()
 
 
@@ -164,14 +165,16 @@ def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
     settings: Mapping[str, Any], reason: str, corpus, tmp_path
 ):
     source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path, **settings))
-    wanted = request(source, tmp_path / "out")
+    wanted = request_of(source, tmp_path / "out", output_format="huggingface")
     (problem, *_) = check_conversion(wanted)
     assert reason in problem
     assert "--allow tokenizer" in problem
     with pytest.raises(CheckpointMismatchError):
         convert(wanted)
     assert not wanted.folder.exists()
-    done = convert(request(source, tmp_path / "out", allow=("tokenizer",)))
+    done = convert(
+        request_of(source, tmp_path / "out", allow=("tokenizer",), output_format="huggingface")
+    )
     assert not list(done.ft_dir.glob("tokenizer*"))
     assert any(reason in remark and "left out" in remark for remark in done.remarks)
 
@@ -181,7 +184,14 @@ def test_no_tokenizer_is_given_to_a_model_whose_own_class_changes_it(corpus, tmp
     source = write_model("qwen2", tmp_path / "source", vocab_size=400)
     (tmp_path / "m.model").write_bytes(data)
     with pytest.raises(CheckpointMismatchError, match="Qwen2Tokenizer"):
-        convert(request(source, tmp_path / "out", vocab_path=tmp_path / "m.model"))
+        convert(
+            request_of(
+                source,
+                tmp_path / "out",
+                vocab_path=tmp_path / "m.model",
+                output_format="huggingface",
+            )
+        )
 
 
 def words(count: int = 60, **added: int) -> str:
@@ -215,9 +225,9 @@ def test_a_folder_of_hugging_face_is_copied_whole(tmp_path):
     for name, text in files.items():
         (source / name).write_text(text)
     (source / "LICENSE").write_text("yours")
-    done = convert(request(source, tmp_path / "out"))
-    shards = convert(ConversionRequest(source, tmp_path / "ft", 2, "fp32")).ft_dir
-    again = convert(request(shards, tmp_path / "again")).ft_dir
+    done = convert(request_of(source, tmp_path / "out", output_format="huggingface"))
+    shards = folder_of(source, tmp_path / "ft", tp_size=2)
+    again = written(shards, tmp_path / "again")
     for folder in (done.ft_dir, shards, again):
         assert {name: (folder / name).read_text() for name in files} == files
     assert mentions(done.remarks, "LICENSE")
@@ -239,16 +249,16 @@ def test_a_tokenizer_that_cannot_be_the_models_is_refused(
     (source / "tokenizer.json").write_text(words(50))
     (source / name).write_text(text)
     with pytest.raises(CheckpointMismatchError, match=reason):
-        convert(request(source, tmp_path / "out"))
+        convert(request_of(source, tmp_path / "out", output_format="huggingface"))
 
 
 def test_a_slow_tokenizer_keeps_its_names_and_class(corpus, tmp_path):
     source = write_model("t5", tmp_path / "source", vocab_size=400)
     (source / "spiece.model").write_bytes(trained(corpus, tmp_path))
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
-    shards = convert(ConversionRequest(source, tmp_path / "ft", 1, "fp32")).ft_dir
+    shards = folder_of(source, tmp_path / "ft")
     for each in (source, shards):
-        folder = convert(request(each, tmp_path / f"out-{each.name}")).ft_dir
+        folder = written(each, tmp_path / f"out-{each.name}")
         for name in ("spiece.model", "tokenizer_config.json"):
             assert (folder / name).read_bytes() == (source / name).read_bytes()
 
@@ -286,7 +296,7 @@ def test_word_pieces_have_the_case_that_their_source_states(kind: str, ids: list
         "library": "megatron", "type": f"BertWordPiece{kind}", "vocab_file": "nemo:a_vocab.txt"
     }  # fmt: skip
     source = archive(tmp_path / "m.nemo", 53, tokenizer, a_vocab__txt=data)
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     assert load_tokenizer(folder).encode("A \u00c1") == ids
 
 
@@ -295,8 +305,8 @@ def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path):
     tokenizer = {"library": "tiktoken", "vocab_file": "nemo:a_vocab.json"}
     sizes = {"vocab_size": 264, "tiktoken_num_special_tokens": 3}
     source = archive(tmp_path / "m.nemo", 272, {**tokenizer, **sizes}, a_vocab__json=data)
-    folder = convert(request(source, tmp_path / "out")).ft_dir
-    shards = convert(ConversionRequest(source, tmp_path / "ft", 1, "fp32")).ft_dir
+    folder = written(source, tmp_path / "out")
+    shards = folder_of(source, tmp_path / "ft")
     text = "the thethx 你"
     for python in (None, *OTHERS):
         (((ids, back), *_),) = answered([{"folder": str(folder), "texts": [text]}], python)
@@ -312,7 +322,7 @@ def test_a_list_of_tiktoken_becomes_a_tokenizer(tmp_path):
 
 def test_the_end_of_a_text_is_a_token_by_its_id_alone(tmp_path):
     source, _ = byte_pairs(tmp_path)
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     assert tokenizer.eos_token_id == 261
     assert ours.special_ids == {261}

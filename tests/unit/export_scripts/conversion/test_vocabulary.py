@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import written
 from tests.json_files import read_json, write_json
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_megatron_core import core_state
@@ -24,11 +21,6 @@ def cut(state: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     return {
         name: tensor[:KEPT] if len(tensor) == rows else tensor for name, tensor in state.items()
     }
-
-
-def written(source: Path, out: Path, **fields: Any) -> Path:
-    values = {"output_format": "huggingface"} | fields
-    return convert(ConversionRequest(source, out, 1, "fp32", **values)).ft_dir
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt2", "t5", "phi"])

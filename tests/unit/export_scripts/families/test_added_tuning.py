@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.ft.reader import FTReader
+from tests.conversions import converted, folder_of
 from tests.tiny import torch_bytes, write_tar
 from tests.tiny_t5 import PLAIN, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3
@@ -38,14 +38,12 @@ def write_prompts(path: Path, **tables: torch.Tensor) -> Path:
 )
 def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path):
     tables = {"boolq": torch.randn(3, hidden), "squad": torch.randn(5, hidden)}
-    request = ConversionRequest(
+    reader = converted(
         write_model(name, tmp_path / "source"),
         tmp_path / "out",
-        2,
-        "fp32",
+        tp_size=2,
         prompt_checkpoints=(write_prompts(tmp_path / "prompts.nemo", **tables),),
     )
-    reader = FTReader(convert(request).ft_dir)
     found = [(task.task_name, task.prompt_length) for task in reader.config.tasks]
     assert found == [("boolq", 3), ("squad", 5)]
     # The first virtual token follows the vocabulary.
@@ -55,15 +53,12 @@ def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path):
 
 
 def test_tables_of_another_width_are_refused(tmp_path):
-    request = ConversionRequest(
-        write_model("gptj", tmp_path / "source"),
-        tmp_path / "out",
-        1,
-        "fp32",
-        prompt_checkpoints=(write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23)),),
-    )
     with pytest.raises(ValueError, match="boolq"):
-        convert(request)
+        folder_of(
+            write_model("gptj", tmp_path / "source"),
+            tmp_path / "out",
+            prompt_checkpoints=(write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23)),),
+        )
     assert not (tmp_path / "out/1-gpu").exists()
 
 

@@ -9,13 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.ft.generation_file import generation_settings
 from inference.engine.engine import Engine, Placement
+from tests.conversions import converted, folder_of, problems_of, remarks_of
 from tests.json_files import write_json
-from tests.looks import mentions
-from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -58,10 +56,6 @@ def write_llama(folder: Path, **changes: Any) -> Path:
     write_json(folder / "config.json", config)
     safetensors.torch.save_file(tensors(config), folder / "model.safetensors")
     return folder
-
-
-def problems_of(source: Path, tmp_path: Path, tp_size: int = 1) -> str:
-    return "\n".join(check_conversion(ConversionRequest(source, tmp_path / "o", tp_size, "fp32")))
 
 
 def config_for(tp_size: int, **changes: Any) -> DenseConfig:
@@ -182,8 +176,7 @@ def test_what_transformers_does_not_compute_is_reported(
     tmp_path, settings: dict[str, Any], words: str
 ):
     source = write_llama(tmp_path / "s", **settings)
-    summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert mentions(summary.remarks, words)
+    assert words in remarks_of(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +229,7 @@ def test_a_negative_token_id_counts_as_none(
     tmp_path, settings: dict[str, Any], expected: tuple[int, int], words: str | None
 ):
     source = write_llama(tmp_path / "s", **settings)
-    remarks = "\n".join(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).remarks)
+    remarks = remarks_of(source, tmp_path / "o")
     assert ("counts as none" in remarks) is (words is not None)
     assert (words or "") in remarks
     config = converted(source, tmp_path / "out").config
@@ -267,8 +260,9 @@ def test_unknown_token_ids_are_asked_for(tmp_path):
 @pytest.mark.parametrize(("kind", "warned"), [("qwen2", True), ("llama", False)])
 def test_fp16_is_warned_about_where_it_is_known_to_overflow(tmp_path, kind: str, warned: bool):
     source = write_llama(tmp_path / "s", model_type=kind, torch_dtype="bfloat16")
-    summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp16"))
-    assert mentions(summary.remarks, "trained in bf16") is warned
+    assert (
+        "trained in bf16" in remarks_of(source, tmp_path / "out", weight_data_type="fp16")
+    ) is warned
 
 
 GEMMA_3 = {"config": {"eos_token_id": [1, 106]}, "generation": {"eos_token_id": [1, 106]}}
@@ -300,7 +294,7 @@ def test_the_folder_names_every_token_that_ends_an_answer(
         write_json(source / "tokenizer.json", added)
         write_json(source / "tokenizer_config.json", {"eos_token": files["token"]})
     given = files.get("given", ())
-    convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
+    folder_of(source, tmp_path / "out", given=given)
     folder = tmp_path / "out" / "1-gpu"
     with Engine(folder, Placement(device="cpu")) as engine:
         assert engine.limits.end_ids == expected

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.conversions import converted, folder_of, problems_of
 from tests.json_files import read_json
-from tests.tiny_huggingface import converted
 from tests.tiny_megatron_core import core_state, write_core
-
-
-def problems_of(source: Path, tmp_path: Path) -> str:
-    return "\n".join(check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32")))
 
 
 def test_norms_fused_into_the_next_linear_are_found(tmp_path):
@@ -129,11 +123,9 @@ def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_pat
     settings, shapes = _TRAINED[kind]
     state = _with(core_state(), **shapes) | ({} if kind == "qwen3" else _FINAL_BIAS)
     source = write_core(tmp_path / "a.nemo", state, **settings)
-    request = ConversionRequest(
-        source, tmp_path, 1, "fp32", given=(("start_id", "1"), ("end_id", "2")),
-        output_format="huggingface",
-    )  # fmt: skip
-    folder = convert(request).ft_dir
+    folder = folder_of(
+        source, tmp_path, given=(("start_id", "1"), ("end_id", "2")), output_format="huggingface"
+    )
     assert read_json(folder / "config.json")["model_type"] == kind
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
-from tests.ft_folders import OpenedFolder
+from tests.conversions import converted, folder_of, problems_of
 from tests.json_files import write_json
 from tests.looks import mentions
 from tests.tiny import (
@@ -30,15 +29,10 @@ MODEL = TinyGPT()
 LAYER = NEMO + "encoder.layers.{}."
 
 
-def reader(source: Path, tmp_path: Path, tp_size: int = 1, **fields: Any) -> OpenedFolder:
-    request = ConversionRequest(source, tmp_path / "out", tp_size, "fp32", **fields)
-    return OpenedFolder(convert(request).ft_dir)
-
-
 def test_layernorm1p_scales_get_one_added(tmp_path):
     tensors = gpt_tensors()
     source = write_nemo(tmp_path / "x.nemo", config={"normalization": "layernorm1p"})
-    ft = reader(source, tmp_path)
+    ft = converted(source, tmp_path)
     stored = tensors[LAYER.format(1) + "input_layernorm.weight"]
     assert torch.equal(ft.read("model.layers.1.input_layernorm.weight"), stored + 1)
     final = tensors[NEMO + "encoder.final_layernorm.weight"]
@@ -55,9 +49,9 @@ def test_a_legacy_model_of_nemo_keeps_all_queries_before_the_keys(tmp_path):
         else value
         for name, value in tensors.items()
     }
-    plain = reader(write_nemo(tmp_path / "x.nemo"), tmp_path / "plain")
+    plain = converted(write_nemo(tmp_path / "x.nemo"), tmp_path / "plain")
     source = write_nemo(tmp_path / "y.nemo", legacy, config={"megatron_legacy": True})
-    found = reader(source, tmp_path / "legacy")
+    found = converted(source, tmp_path / "legacy")
     name = "model.layers.1.attention.query_key_value."
     for kind in ("weight", "bias"):
         assert torch.equal(found.read(name + kind), plain.read(name + kind))
@@ -70,7 +64,7 @@ def test_models_without_biases_get_zero_files(tmp_path):
         if not name.endswith(".bias") or "layernorm" in name
     }
     source = write_nemo(tmp_path / "x.nemo", tensors, config={"bias": False})
-    ft = reader(source, tmp_path, 2)
+    ft = converted(source, tmp_path, tp_size=2)
     for name in ("attention.query_key_value", "attention.dense", "mlp.dense_4h_to_h"):
         bias = ft.read(f"model.layers.2.{name}.bias")
         assert not bias.any()
@@ -82,13 +76,13 @@ def test_an_untied_output_layer_becomes_the_head(tmp_path):
     head = torch.randn(MODEL.vocab_size, MODEL.hidden)
     tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
     config = {"share_embeddings_and_output_weights": False}
-    ft = reader(write_nemo(tmp_path / "x.nemo", tensors, tp=2, pp=2, config=config), tmp_path)
+    ft = converted(write_nemo(tmp_path / "x.nemo", tensors, tp=2, pp=2, config=config), tmp_path)
     assert torch.equal(ft.read("model.lm_head.weight"), head)
     assert ft.config.architecture().untied_head
 
 
 def test_a_tied_model_writes_no_head(tmp_path):
-    ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    ft = converted(write_nemo(tmp_path / "x.nemo"), tmp_path)
     assert not ft.has("model.lm_head.weight")
     assert not ft.config.architecture().untied_head
 
@@ -96,7 +90,7 @@ def test_a_tied_model_writes_no_head(tmp_path):
 def test_a_lost_head_is_noticed(tmp_path):
     head = torch.randn(MODEL.vocab_size, MODEL.hidden)
     tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
-    ft = reader(write_nemo(tmp_path / "x.nemo", tensors), tmp_path)
+    ft = converted(write_nemo(tmp_path / "x.nemo", tensors), tmp_path)
     (ft.path / "model.lm_head.weight.bin").unlink()
     with pytest.raises(ValueError, match=r"model\.lm_head\.weight\.bin is missing"):
         FTReader(ft.path)
@@ -106,7 +100,7 @@ def test_a_head_that_is_neither_stored_nor_tied_is_missing(tmp_path):
     config = {"share_embeddings_and_output_weights": False}
     source = write_nemo(tmp_path / "x.nemo", config=config)
     with pytest.raises(ValueError, match=r"output_layer\.weight is missing"):
-        reader(source, tmp_path)
+        converted(source, tmp_path)
 
 
 def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path):
@@ -115,13 +109,13 @@ def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path)
     run.mkdir()
     for name in ("model_config.yaml", "model_weights.ckpt"):
         (run / name).write_bytes(members[name])
-    assert reader(run, tmp_path, given=(("end_id", "5"),)).config.end_id == 5
+    assert converted(run, tmp_path, given=(("end_id", "5"),)).config.end_id == 5
 
 
 def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path):
     tensors = gpt_tensors()
     tensors["model.word_embeddings.weight"] = tensors[NEMO + "embedding.word_embeddings.weight"]
-    assert reader(write_nemo(tmp_path / "x.nemo", tensors, pp=2), tmp_path).config.end_id == 52
+    assert converted(write_nemo(tmp_path / "x.nemo", tensors, pp=2), tmp_path).config.end_id == 52
 
 
 @pytest.mark.parametrize(
@@ -137,7 +131,7 @@ def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
     tmp_path, version: float, order: tuple[str, ...], stack: str, attention: str
 ):
     tensors = gpt_tensors()
-    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    expected = converted(write_nemo(tmp_path / "x.nemo"), tmp_path)
     sizes = {"n": MODEL.head_num, "k": 3, "d": MODEL.size_per_head}
     for name, tensor in tensors.items():
         if "query_key_value" in name:
@@ -149,7 +143,7 @@ def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
         tmp_path / "m", tensors, version=version, stack=stack, attention=attention
     )
     given = (("head_num", "6"),) if version == 0 else ()
-    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32", given=given)).ft_dir)
+    ft = converted(source, tmp_path / "o", given=given)
     for layer in range(MODEL.num_layer):
         for part in ("weight", "bias"):
             name = f"model.layers.{layer}.attention.query_key_value.{part}"
@@ -159,7 +153,7 @@ def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
 def test_version_0_asks_for_its_heads(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(), version=0, stack="transformer")
     with pytest.raises(ValueError, match="state --set head_num="):
-        convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+        folder_of(source, tmp_path / "o")
 
 
 def test_version_0_counts_the_rows_of_every_training_rank(tmp_path):
@@ -167,7 +161,7 @@ def test_version_0_counts_the_rows_of_every_training_rank(tmp_path):
     tensors = gpt_tensors()
     source = write_megatron(tmp_path / "m", tensors, version=0, stack="transformer", tp=2)
     given = (("head_num", "6"),)
-    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32", given=given)).ft_dir)
+    ft = converted(source, tmp_path / "o", given=given)
     assert ft.config.dim("vocab_size", {}) == MODEL.vocab_size
     assert torch.equal(ft.read("model.wte"), tensors[NEMO + "embedding.word_embeddings.weight"])
 
@@ -177,8 +171,8 @@ def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path):
     for folder in list(source.glob("mp_rank_*")):
         t, p = folder.name.removeprefix("mp_rank_").split("_")
         folder.rename(source / f"tp_rank_{t}_pp_rank_{p}")
-    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
-    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir)
+    expected = converted(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    ft = converted(source, tmp_path / "o")
     name = "model.layers.3.mlp.dense_4h_to_h.weight"
     assert torch.equal(ft.read(name), expected.read(name))
 
@@ -186,7 +180,7 @@ def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path):
 def test_an_unknown_checkpoint_version_is_refused(tmp_path):
     source = write_megatron(tmp_path / "m", gpt_tensors(), version=4.0)
     with pytest.raises(ValueError, match=r"checkpoint_version = 4\.0; known versions: 0, 1, 2, 3"):
-        convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+        folder_of(source, tmp_path / "o")
 
 
 def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path):
@@ -229,13 +223,13 @@ def test_a_stored_output_layer_of_a_tied_core_model_is_compared(tmp_path, same: 
     embedding = tensors["model.embedding.word_embeddings.weight"]
     tensors["model.output_layer.weight"] = embedding.clone() if same else embedding + 1
     source = write_nemo(tmp_path / "core.nemo", tensors, config={"mcore_gpt": True})
-    ft = reader(source, tmp_path)
+    ft = converted(source, tmp_path)
     assert ft.has("model.lm_head.weight") is untied
 
 
 def test_special_tokens_can_be_stated(tmp_path):
     source = write_nemo(tmp_path / "x.nemo")
-    ft = reader(source, tmp_path, given=(("start_id", "1"), ("end_id", "7")))
+    ft = converted(source, tmp_path, given=(("start_id", "1"), ("end_id", "7")))
     assert (ft.config.start_id, ft.config.end_id) == (1, 7)
 
 
@@ -243,13 +237,13 @@ def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path):
     tokenizer = {"library": "sentencepiece", "type": None, "model": None}
     source = write_nemo(tmp_path / "x.nemo", config={"tokenizer": tokenizer})
     with pytest.raises(ValueError, match="start_id and end_id are unknown"):
-        reader(source, tmp_path)
+        converted(source, tmp_path)
 
 
 def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path):
     vocab = tmp_path / "my-vocab.json"
     write_json(vocab, {"<|endoftext|>": 9})
-    ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=vocab)
+    ft = converted(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=vocab)
     assert ft.config.end_id == 9
     assert (ft.path / "vocab.json").read_bytes() == vocab.read_bytes()
     assert (ft.path / "merges.txt").exists()
@@ -259,7 +253,7 @@ def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path):
     given = tmp_path / "20B_tokenizer.json"
     write_json(given, {"version": "1.0", "model": {"type": "BPE", "vocab": {}}})
     ids = (("start_id", "0"), ("end_id", "0"))
-    folder = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given, given=ids).path
+    folder = converted(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given, given=ids).path
     assert (folder / "tokenizer.json").read_bytes() == given.read_bytes()
     assert [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()] == []
 
@@ -269,15 +263,17 @@ def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path):
     given = tmp_path / "my-vocab.json"
     given.write_text(text)
     with pytest.raises(ValueError, match=r"my-vocab\.json"):
-        reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given)
+        converted(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given)
 
 
 def test_prompt_tables_are_cast_to_the_folder_s_type(shared, tmp_path):
     case = shared / "golden/gpt_nemo/prompt_table/source"
-    request = ConversionRequest(
-        case / "megatron_gpt.nemo", tmp_path, 1, "fp16", prompt_checkpoints=(case / "prompt.nemo",)
+    folder = folder_of(
+        case / "megatron_gpt.nemo",
+        tmp_path,
+        weight_data_type="fp16",
+        prompt_checkpoints=(case / "prompt.nemo",),
     )
-    folder = convert(request).ft_dir
     _, config = read_config(folder)
     assert [(t.task_name, t.prompt_length) for t in config.tasks] == [
         ("sentiment", 4), ("intent_and_slot", 7),
@@ -289,11 +285,8 @@ def test_prompt_tables_are_cast_to_the_folder_s_type(shared, tmp_path):
 def test_the_same_task_from_two_archives_is_refused(shared, tmp_path):
     case = shared / "golden/gpt_nemo/prompt_table/source"
     prompt = case / "prompt.nemo"
-    request = ConversionRequest(
-        case / "megatron_gpt.nemo", tmp_path, 1, "fp32", prompt_checkpoints=(prompt, prompt)
-    )
     with pytest.raises(ValueError, match="was already added"):
-        convert(request)
+        folder_of(case / "megatron_gpt.nemo", tmp_path, prompt_checkpoints=(prompt, prompt))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +302,7 @@ def test_the_same_task_from_two_archives_is_refused(shared, tmp_path):
 )
 def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config: dict[str, Any], exact: bool):
     source = write_nemo(tmp_path / "x.nemo", config=config)
-    folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
+    folder = folder_of(source, tmp_path / "o")
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
 
 
@@ -319,7 +312,7 @@ def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config: dict[str, A
 )
 def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(tmp_path, args: dict[str, Any], exact: bool):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
-    folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
+    folder = folder_of(source, tmp_path / "o")
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
 
 
@@ -345,12 +338,10 @@ def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool
 )
 def test_settings_that_no_tensor_shows_are_refused(tmp_path, config: dict[str, Any], words: str):
     source = write_nemo(tmp_path / "x.nemo", config=config)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
-    assert mentions(problems, words)
+    assert words in problems_of(source, tmp_path / "o")
 
 
 @pytest.mark.parametrize("flag", ["squared_relu", "quick_geglu"])
 def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path, flag: str):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args={flag: True})
-    problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
-    assert mentions(problems, "activation")
+    assert "activation" in problems_of(source, tmp_path / "o")

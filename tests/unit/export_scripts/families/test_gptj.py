@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.conversions import converted, folder_of, problems_of
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
-from tests.tiny_huggingface import converted, copy_of
+from tests.tiny_huggingface import copy_of
 
 HEADS = (("head_num", "4"), ("rotary_embedding", "2"))
 
@@ -45,15 +46,15 @@ def test_rotary_dimensions_that_are_absent_are_the_64_of_transformers(hugging_fa
 
 def test_another_activation_is_refused(hugging_face, tmp_path):
     source = copy_of(hugging_face, tmp_path / "s", config={"activation_function": "relu"})
-    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
-    assert "activation_function = relu cannot be represented" in check_conversion(request)[0]
+    assert "activation_function = relu cannot be represented" in problems_of(
+        source, tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("dims", [3, 10])
 def test_rotary_dimensions_that_a_head_lacks_are_refused(hugging_face, tmp_path, dims: int):
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": dims})
-    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
-    assert f"rotary_dim = {dims} is not an even number" in check_conversion(request)[0]
+    assert f"rotary_dim = {dims} is not an even number" in problems_of(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,7 @@ def test_a_release_whose_configuration_cannot_be_is_refused(
     release, tmp_path, reported: dict[str, Any], words: str
 ):
     write_json(release / "model.json", reported)
-    request = ConversionRequest(release / "step_383500", tmp_path / "out", 1, "fp32")
-    assert words in "\n".join(check_conversion(request))
+    assert words in problems_of(release / "step_383500", tmp_path / "out")
 
 
 def edit(release: Path, shard: int, name: str, value: float) -> None:
@@ -113,13 +113,14 @@ def test_model_configuration_next_to_the_release_is_used(release, tmp_path):
 def test_shards_that_break_the_releases_rule_are_refused(release, tmp_path, name: str, words: str):
     edit(release, 3, name, 0.75)
     with pytest.raises(ValueError, match=words):
-        convert(ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS))
+        folder_of(release, tmp_path / "out", given=HEADS)
     assert not (tmp_path / "out" / "1-gpu").exists()
 
 
 def test_heads_that_do_not_fit_are_refused(release, tmp_path):
-    request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=(("head_num", "5"),))
-    assert "16 does not divide by 5 heads" in check_conversion(request)[0]
+    assert "16 does not divide by 5 heads" in problems_of(
+        release, tmp_path / "out", given=(("head_num", "5"),)
+    )
 
 
 def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release, tmp_path):

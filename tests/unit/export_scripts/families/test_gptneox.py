@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.validation import validate_directory
-from tests.looks import mentions
-from tests.tiny_huggingface import converted, copy_of, read_tensors
+from tests.conversions import converted, problems_of, remarks_of
+from tests.tiny_huggingface import copy_of, read_tensors
 
 BIAS_SUM = "model.layers.0.mlp.attention.bias.sum"
 
@@ -61,8 +60,7 @@ def test_settings_that_the_runtime_lacks_are_refused(
     parallel, tmp_path, settings: dict[str, Any], words: str
 ):
     source = copy_of(parallel, tmp_path / "s", config=settings)
-    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
-    assert mentions(check_conversion(request), words)
+    assert words in problems_of(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +76,9 @@ def test_fp16_weights_of_a_model_trained_in_bf16_are_warned_about(
     parallel, tmp_path, settings: dict[str, Any], data_type: str, warned: bool
 ):
     source = copy_of(parallel, tmp_path / "s", config=settings)
-    summary = convert(ConversionRequest(source, tmp_path / "out", 1, data_type))
-    assert mentions(summary.remarks, "trained in bf16") is warned
+    assert (
+        "trained in bf16" in remarks_of(source, tmp_path / "out", weight_data_type=data_type)
+    ) is warned
 
 
 def test_sizes_of_layer_files_are_read_from_their_tensors(release, tmp_path):
@@ -117,8 +116,7 @@ def test_settings_of_layer_files_are_read_in_either_spelling(release, tmp_path):
 
 
 def test_an_assumed_residual_is_reported(release, tmp_path):
-    summary = convert(ConversionRequest(release, tmp_path / "out", 1, "fp32"))
-    assert mentions(summary.remarks, "gpt-j-residual")
+    assert "gpt-j-residual" in remarks_of(release, tmp_path / "out")
 
 
 def layer_file(release: Path, rank: int) -> Path:
@@ -153,8 +151,7 @@ def test_unknown_rotary_dimensions_are_asked_for(release, tmp_path):
         state = torch.load(file, weights_only=True)
         del state["attention.rotary_emb.inv_freq"]
         torch.save(state, file)
-    request = ConversionRequest(release, tmp_path / "out", 1, "fp32")
-    assert "state --set rotary_embedding=.." in check_conversion(request)[0]
+    assert "state --set rotary_embedding=.." in problems_of(release, tmp_path / "out")
     given = (("rotary_embedding", "6"),)
     assert converted(release, tmp_path / "out", given=given).config.rotary_embedding == 6
 
@@ -162,14 +159,13 @@ def test_unknown_rotary_dimensions_are_asked_for(release, tmp_path):
 def test_other_architectures_in_layer_files_are_refused(release, tmp_path):
     with (release / "configs/20B.yml").open("a") as file:
         file.write("pos-emb: alibi\nnorm: rmsnorm\n")
-    problems = "\n".join(check_conversion(ConversionRequest(release, tmp_path / "o", 1, "fp32")))
+    problems = problems_of(release, tmp_path / "o")
     assert "pos-emb = 'alibi'" in problems
     assert "norm = 'rmsnorm'" in problems
 
 
 @pytest.mark.parametrize("dims", ["7", "-2", "1000"])
 def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(release, tmp_path, dims: str):
-    request = ConversionRequest(
-        release, tmp_path / "out", 1, "fp32", given=(("rotary_embedding", dims),)
+    assert f"rotary_embedding = {dims} is not an even number" in problems_of(
+        release, tmp_path / "out", given=(("rotary_embedding", dims),)
     )
-    assert f"rotary_embedding = {dims} is not an even number" in check_conversion(request)[0]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_huggingface import converted, copy_of, read_tensors
+from tests.conversions import converted
+from tests.tiny_huggingface import copy_of, read_tensors
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion
-from tests.tiny_huggingface import converted, copy_of
+from tests.conversions import converted, problems_of
+from tests.tiny_huggingface import copy_of
 
 HEAD = "model.lm_head.weight"
 
@@ -17,12 +17,6 @@ HEAD = "model.lm_head.weight"
 @pytest.fixture
 def golden(shared: Path) -> Path:
     return shared / "golden"
-
-
-def problems_of(source: Path, tmp_path: Path, **fields: Any) -> str:
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
-    request = ConversionRequest(checkpoint_path=source, output_dir=tmp_path / "out", **values)
-    return "\n".join(check_conversion(request))
 
 
 def test_gpt2_epsilon_is_written(golden, tmp_path):

@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from export_scripts.checkpoints.base import CheckpointReader
-from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import convert
 from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import (
     RELEASE,
@@ -25,6 +25,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft.validation import read_manifest
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of, request_of
 from tests.library_settings import huggingface_settings, megatron_settings
 from tests.tiny_megatron_core import core_state, write_core
 
@@ -187,14 +188,13 @@ def test_what_stands_in_the_way_depends_on_the_layout():
 
 def test_a_setting_that_the_user_passes_is_remembered(tmp_path):
     source = write_core(tmp_path / "a.nemo", core_state(), of_next_year=3, and_another=True)
-    request = {"tp_size": 1, "weight_data_type": "fp32", "output_dir": tmp_path / "out"}
     with pytest.raises(CheckpointMismatchError) as caught:
-        convert(ConversionRequest(source, allow_setting=("and_*",), **request))  # type: ignore[arg-type]
+        folder_of(source, tmp_path, allow_setting=("and_*",))
     (problem,) = caught.value.problems
     assert "of_next_year = 3" in problem
     assert "--allow-setting of_next_year" in problem
-    assert not list(tmp_path.glob("out/*-gpu"))
-    done = convert(ConversionRequest(source, allow_setting=("of_*", "and_another"), **request))  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*-gpu"))
+    done = convert(request_of(source, tmp_path, allow_setting=("of_*", "and_another")))
     assert read_manifest(done.ft_dir)["allow_setting"] == ["of_*", "and_another"]
     assert sum("passed by --allow-setting" in remark for remark in done.remarks) == 2
 

@@ -13,7 +13,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
-from tests.ft_folders import OpenedFolder
+from tests.conversions import converted
 from tests.looks import mentions
 from tests.tiny_t5 import ROOT, TinyT5, t5_config, t5_tensors, write_t5
 from tests.tiny_t5_tuning import (
@@ -26,12 +26,6 @@ from tests.tiny_t5_tuning import (
 
 MODEL = TinyT5()
 EMBEDDING = ROOT + "encoder_embedding.word_embeddings.weight"
-
-
-def converted(source: Path, tmp_path: Path, **fields: Any) -> OpenedFolder:
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
-    request = ConversionRequest(checkpoint_path=source, output_dir=tmp_path / "out", **values)
-    return OpenedFolder(convert(request).ft_dir)
 
 
 def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:

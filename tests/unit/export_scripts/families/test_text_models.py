@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import convert
+from tests.conversions import problems_of, request_of, written
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
 from tests.tiny_huggingface import read_tensors
@@ -91,10 +92,6 @@ def _changed(source: Path, folder: Path, change: Callable[[dict[str, Any]], None
     return folder
 
 
-def _request(source: Path, output: Path) -> ConversionRequest:
-    return ConversionRequest(source, output, 1, "fp32", output_format="huggingface")
-
-
 def _logits(folder: Path, kind: Any) -> torch.Tensor:
     model, info = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not any(info.values()), info
@@ -105,7 +102,7 @@ def _logits(folder: Path, kind: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_texts_have_the_logits_of_the_whole(name: str, tmp_path):
     source = write_whole(name, tmp_path / "source")
-    done = convert(_request(source, tmp_path / "out"))
+    done = convert(request_of(source, tmp_path / "out", output_format="huggingface"))
     kind = read_json(done.ft_dir / "config.json")["model_type"]
     assert kind == MODELS[name][-1]
     assert any(name in each and "tensors of images" in each for each in done.remarks)
@@ -127,8 +124,8 @@ def test_settings_may_lie_next_to_those_of_images(qwen, tmp_path):
         }
 
     source = _changed(qwen, tmp_path / "source", flatten)
-    folder = convert(_request(source, tmp_path / "out")).ft_dir
-    expected = convert(_request(qwen, tmp_path / "expected")).ft_dir
+    folder = written(source, tmp_path / "out")
+    expected = written(qwen, tmp_path / "expected")
     mine, theirs = read_tensors(folder), read_tensors(expected)
     assert mine.keys() == theirs.keys()
     assert_exact(
@@ -156,12 +153,12 @@ def test_what_is_not_known_is_refused_by_name(
     change: Callable[[dict[str, Any]], None], words: str, qwen, tmp_path
 ):
     source = _changed(qwen, tmp_path / "source", change)
-    assert words in "\n".join(check_conversion(_request(source, tmp_path / "out")))
+    assert words in problems_of(source, tmp_path / "out", output_format="huggingface")
 
 
 def test_an_unknown_tensor_is_not_taken_for_one_of_images(qwen, tmp_path):
     source = Path(shutil.copytree(qwen, tmp_path / "source"))
     tensors = read_tensors(source) | {"model.adapters.weight": torch.ones(2)}
     save_file(tensors, source / "model.safetensors")
-    found = "\n".join(check_conversion(_request(source, tmp_path / "out")))
+    found = problems_of(source, tmp_path / "out", output_format="huggingface")
     assert "model.adapters.weight [[2]] is not a tensor of" in found

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 
 from export_scripts.conversion import plan
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families import table
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig, ini_field
@@ -24,6 +23,7 @@ from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource
 from export_scripts.ft import config_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
+from tests.conversions import folder_of
 from tests.json_files import write_json
 
 
@@ -91,7 +91,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(tmp_path, monkeypatch):
     tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
     write_json(tmp_path / "config.json", {"model_type": "toy", "heads": 2, "layers": 2})
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    folder = convert(ConversionRequest(tmp_path, tmp_path / "out", 2, "fp32")).ft_dir
+    folder = folder_of(tmp_path, tmp_path / "out", tp_size=2)
     assert validate_directory(folder) == []
     reader = FTReader(folder)
     assert (reader.family.name, reader.config.parallel) == ("toy", True)  # type: ignore[attr-defined]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 from foundations.errors import CheckpointMismatchError
+from tests.conversions import folder_of
 from tests.looks import mentions
 from tests.tiny import write_nemo
 
@@ -20,7 +20,7 @@ QKV = "model.layers.0.attention.query_key_value.weight.1.bin"
 @pytest.fixture
 def folder(tmp_path) -> Path:
     source = write_nemo(tmp_path / "x.nemo")
-    return convert(ConversionRequest(source, tmp_path / "out", 2, "fp16")).ft_dir
+    return folder_of(source, tmp_path / "out", tp_size=2, weight_data_type="fp16")
 
 
 def test_a_converted_folder_is_sound(folder):

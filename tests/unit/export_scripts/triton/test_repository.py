@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.repository import (
     RepositoryRequest,
     build_repository,
     check_repository,
 )
+from tests.conversions import folder_of
 from tests.tiny_transformers import write_model
 
 CONFIG_INI = """[gpt]
@@ -309,11 +309,9 @@ def test_build_killed_at_any_moment_is_finished_by_the_next(request_, soak):
 
 
 def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path):
-    weights = convert(
-        ConversionRequest(
-            write_model("gpt2", tmp_path / "source"), tmp_path / "model" / "1", 2, "fp32"
-        )
-    ).ft_dir
+    weights = folder_of(
+        write_model("gpt2", tmp_path / "source"), tmp_path / "model" / "1", tp_size=2
+    )
     request = RepositoryRequest(tmp_path / "model", 2, 1, 4, "fp16", ensemble=False)
     victim = weights / "model.layers.1.mlp.dense_h_to_4h.weight.1.bin"
     content = bytearray(victim.read_bytes())

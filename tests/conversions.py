@@ -1,0 +1,36 @@
+"""Conversions of small checkpoints, by default to fp32 for one rank."""
+
+from pathlib import Path
+from typing import Any
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.ft_folders import OpenedFolder
+
+
+def request_of(source: Path, output: Path, **fields: Any) -> ConversionRequest:
+    return ConversionRequest(source, output, **{"tp_size": 1, "weight_data_type": "fp32", **fields})
+
+
+def folder_of(source: Path, output: Path, **fields: Any) -> Path:
+    """Convert a checkpoint; return the folder."""
+    return convert(request_of(source, output, **fields)).ft_dir
+
+
+def converted(source: Path, output: Path, **fields: Any) -> OpenedFolder:
+    """Convert a checkpoint; return the folder of shards, opened."""
+    return OpenedFolder(folder_of(source, output, **fields))
+
+
+def written(source: Path, output: Path, **fields: Any) -> Path:
+    """Convert a checkpoint to a Hugging Face folder; return it."""
+    return folder_of(source, output, output_format="huggingface", **fields)
+
+
+def remarks_of(source: Path, output: Path, **fields: Any) -> str:
+    """Convert a checkpoint; return the remarks, a line each."""
+    return "\n".join(convert(request_of(source, output, **fields)).remarks)
+
+
+def problems_of(source: Path, output: Path, **fields: Any) -> str:
+    """Return the problems of a conversion, a line each."""
+    return "\n".join(check_conversion(request_of(source, output, **fields)))
