@@ -314,7 +314,10 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
         if second := tensors.get(name.replace("mlp.dense_h_to_4h.", _SECOND_HALF)):
             pieces = _joined(pieces, second) if second is not pieces else pieces
         named[renamed(_LEGACY.sub(r"\1", name), _CORE_PARTS)] = pieces
-    return dataclasses.replace(reader, tensors=named)
+    if reader.format == "megatron" and config.get("openai_gelu"):
+        # Of Megatron-LM's models, only these read it: gelu in its tanh form, as TE computes it.
+        config = {**config, "use_te_activation_func": True}
+    return dataclasses.replace(reader, config=config, tensors=named)
 
 
 def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> Pieces:

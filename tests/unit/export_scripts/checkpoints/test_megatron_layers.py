@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.base import CheckpointReader
+from export_scripts.checkpoints.megatron_layers import as_gpt_model
 from export_scripts.families.dense.layout import DenseConfig
+from export_scripts.families.gpt.megatron import core_traits
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
 from tests.tiny import gpt_tensors, torch_bytes, write_megatron, write_tar
@@ -321,6 +325,17 @@ def test_rows_of_an_older_order_are_refused_with_rotary_positions(state, tmp_pat
     }  # fmt: skip
     torch.save(content, folder / "model_optim_rng.pt")
     assert "'checkpoint_version': 1.0" in refusal(folder.parent, tmp_path)
+
+
+def test_openai_s_gelu_is_not_by_erf_before_megatron_core(tmp_path):
+    args = {
+        "openai_gelu": True, "bias_gelu_fusion": False, "use_rotary_position_embeddings": True,
+        "checkpoint_version": 3.0,
+    }  # fmt: skip
+    for name, exact in (("language_model.encoder", False), ("decoder", True)):
+        reader = CheckpointReader("megatron", tmp_path, args, {f"{name}.layers.0.x": ()}, ())
+        facts = Facts(as_gpt_model(reader), tp_size=1, weight_data_type="fp32")
+        assert core_traits(facts).exact_gelu is exact
 
 
 def test_a_gpt_s_norms_are_read_by_either_name(tmp_path):
