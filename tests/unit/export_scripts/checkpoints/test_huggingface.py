@@ -129,27 +129,20 @@ def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path):
     assert values(indexed(tmp_path / "m", weight_map)).keys() == TENSORS.keys()
 
 
-def test_an_index_may_name_what_wrapped_the_model(tmp_path):
-    files = {"pytorch_model-1.bin": {"module.a": TENSORS["a"]}}
-    path = folder(tmp_path / "m", {**files, "pytorch_model.bin.index.json": index_of(files)})
-    assert values(path).keys() == {"a"}
-
-
 @pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."]
-)
+    "wrapped",
+    [
+        "module.b.c", "_orig_mod.b.c", "module._orig_mod.b.c", "_fsdp_wrapped_module.b.c",
+        "b._checkpoint_wrapped_module._orig_mod.c",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("indexed", [False, True])
-def test_what_wrapped_the_model_is_not_a_part_of_names(tmp_path, prefix: str, indexed: bool):
-    tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
-    files = {"model-1.safetensors": tensors}
+def test_what_wrapped_the_model_or_a_layer_is_not_a_part_of_names(
+    tmp_path, wrapped: str, indexed: bool
+):
+    files = {"model-1.safetensors": {wrapped: TENSORS["b.c"]}}
     if indexed:
         files |= {"model.safetensors.index.json": index_of(files)}
-    assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
-
-
-def test_what_wrapped_a_layer_is_not_a_part_of_names(tmp_path):
-    name = "b._checkpoint_wrapped_module._orig_mod.c"
-    files = {"model.safetensors": {name: TENSORS["b.c"]}}
     assert values(folder(tmp_path / "m", files)).keys() == {"b.c"}
 
 

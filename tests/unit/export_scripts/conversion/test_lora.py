@@ -1,4 +1,4 @@
-"""Adapters merged by a conversion: PEFT's against PEFT itself, NeMo's against their arithmetic."""
+"""Adapters merged by a conversion: PEFT's against PEFT itself; those of NeMo that are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,8 @@ from tests.conversions import folder_of
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny import (
-    TinyGPT,
-    gpt_tensors,
-    nemo_config,
     rank_folder,
     torch_bytes,
-    write_nemo,
     write_tar,
 )
 from tests.tiny_distributed import write_distributed
@@ -85,6 +81,18 @@ def write_peft(folder: Path, base: Path, **settings: Any) -> Path:
     return folder
 
 
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """Return a Llama."""
+    return write_model("llama", tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(base, tmp_path) -> Path:
+    """Return an adapter of it."""
+    return write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+
+
 def merge_by_peft(base: Path, folder: Path, *adapters: Path) -> Path:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for adapter in adapters:
@@ -113,8 +121,7 @@ def tuned_in_place(base: Path, adapter: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("form", ["one file", "distributed"])
-def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path):
-    base = write_model("llama", tmp_path / "base")
+def test_an_adapter_beside_the_weights_is_merged(form: str, base, tmp_path):
     adapter = write_peft(
         tmp_path / "adapter", base, r=4, lora_alpha=7, use_rslora=True,
         target_modules=ALL_LLAMA[:4], modules_to_save=["lm_head"],
@@ -139,9 +146,8 @@ def test_an_adapter_beside_the_weights_is_merged(form: str, tmp_path):
     assert_same(converted("out"), shards(merged, tmp_path / "expected"))
 
 
-def test_an_adapter_without_its_model_is_named_as_an_adapter(tmp_path):
+def test_an_adapter_without_its_model_is_named_as_an_adapter(base, tmp_path):
     """As verl saves it with save_lora_only."""
-    base = write_model("llama", tmp_path / "base")
     adapter = write_peft(
         tmp_path / "adapter", base, r=4, lora_alpha=7, target_modules=ALL_LLAMA[:4]
     )
@@ -206,8 +212,7 @@ def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, tmp_path):
         assert found != shards(base, out / "g", kind=kind)
 
 
-def test_several_adapters_are_merged_in_order(tmp_path):
-    base = write_model("llama", tmp_path / "base")
+def test_several_adapters_are_merged_in_order(base, tmp_path):
     one = write_peft(tmp_path / "one", base, r=4, target_modules=["q_proj", "up_proj"])
     head = write_peft(
         tmp_path / "another", base, r=8, target_modules=["q_proj"], modules_to_save=["lm_head"]
@@ -216,8 +221,7 @@ def test_several_adapters_are_merged_in_order(tmp_path):
     assert_same(shards(base, tmp_path / "f", one, head), expected)
 
 
-def test_stored_types_of_model_and_adapter_may_differ(tmp_path):
-    base = write_model("llama", tmp_path / "base")
+def test_stored_types_of_model_and_adapter_may_differ(base, tmp_path):
     adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=ALL_LLAMA)
     for folder, file in ((base, "model.safetensors"), (adapter, "adapter_model.safetensors")):
         narrow = {name: tensor.bfloat16() for name, tensor in load_file(folder / file).items()}
@@ -227,9 +231,7 @@ def test_stored_types_of_model_and_adapter_may_differ(tmp_path):
     assert_same(shards(base, tmp_path / "f", adapter, kind="bf16"), expected, "bf16")
 
 
-def test_torch_files_of_peft_are_read(tmp_path):
-    base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+def test_torch_files_of_peft_are_read(base, adapter, tmp_path):
     expected = shards(base, tmp_path / "e", adapter)
     file = adapter / "adapter_model.safetensors"
     torch.save(load_file(file), adapter / "adapter_model.bin")
@@ -237,9 +239,7 @@ def test_torch_files_of_peft_are_read(tmp_path):
     assert shards(base, tmp_path / "f", adapter) == expected
 
 
-def test_the_manifest_and_the_identity_know_the_adapters(tmp_path):
-    base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+def test_the_manifest_and_the_identity_know_the_adapters(base, adapter, tmp_path):
     request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
     done = convert(request)
     assert mentions(done.remarks, "took 2 low-rank updates")
@@ -279,15 +279,14 @@ def edit(adapter: Path, **changes: Any) -> None:
         ({"lora_alpha": 10**400}, "is not a number"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path):
-    base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+def test_what_cannot_be_merged_is_refused_by_name(
+    changes: dict[str, Any], named: str, base, adapter, tmp_path
+):
     edit(adapter, **changes)
     assert named in refusal(base, tmp_path / "out", adapter)
 
 
-def test_adapters_of_other_models_are_refused_all_at_once(tmp_path):
-    base = write_model("llama", tmp_path / "base")
+def test_adapters_of_other_models_are_refused_all_at_once(base, tmp_path):
     wide = write_model("llama", tmp_path / "wide", intermediate_size=48)
     other = write_model("gpt2", tmp_path / "other")
     first = write_peft(tmp_path / "first", wide, r=4, target_modules=["up_proj"])
@@ -300,9 +299,7 @@ def test_adapters_of_other_models_are_refused_all_at_once(tmp_path):
     assert "which the model does not have" in text
 
 
-def test_factors_that_are_damaged_are_refused(tmp_path):
-    base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+def test_factors_that_are_damaged_are_refused(base, adapter, tmp_path):
     file = adapter / "adapter_model.safetensors"
     whole = load_file(file)
     name = next(key for key in whole if key.endswith("lora_A.weight"))
@@ -357,8 +354,7 @@ def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
         shards(base, tmp_path / "refused", adapter)
 
 
-def test_trained_tables_saved_with_their_originals_are_merged(tmp_path):
-    base = write_model("llama", tmp_path / "base")
+def test_trained_tables_saved_with_their_originals_are_merged(base, tmp_path):
     trained = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
     adapter = write_peft(tmp_path / "adapter", base, r=4, **trained)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -371,9 +367,7 @@ def test_trained_tables_saved_with_their_originals_are_merged(tmp_path):
     assert_same(shards(base, tmp_path / "out", saved), shards(merged, tmp_path / "expected"))
 
 
-def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path):
-    base = write_model("llama", tmp_path / "base")
-    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(base, adapter, tmp_path):
     file = adapter / "adapter_model.safetensors"
     whole = load_file(file)
     wrapped = {
@@ -439,16 +433,6 @@ def core_factors(layer: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(RANK, columns), torch.randn(rows, RANK)
 
 
-def merged_core(
-    state: Tensors, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-) -> Tensors:
-    """Return a state of megatron-core with products added by torch."""
-    out = dict(state)
-    for name, (down, up) in factors.items():
-        out[name] = state[name] + (up @ down) * (ALPHA / RANK)
-    return out
-
-
 def all_factors(prefix: str = "model.") -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(5)
     return {
@@ -493,37 +477,6 @@ def write_nemo_adapter(
     return write_tar(path, members)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
-def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_path):
-    torch.manual_seed(3)
-    state = core_state()
-    factors = all_factors()
-    adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=pp)
-    base = write_core(tmp_path / "base.nemo", state)
-    whole = write_core(tmp_path / "whole.nemo", merged_core(state, factors))
-    assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
-
-
-def test_adapters_of_the_names_before_megatron_core_are_merged(tmp_path):
-    model = TinyGPT()
-    tensors = gpt_tensors(model)
-    name = next(key for key in tensors if key.endswith("1.self_attention.query_key_value.weight"))
-    down, up = torch.randn(RANK, model.hidden), torch.randn(tensors[name].shape[0], RANK)
-    block = name.removesuffix("query_key_value.weight") + "adapter_layer.lora_kqv_adapter."
-    state = {f"{block}linear_in.weight": down, f"{block}linear_out.weight": up}
-    peft_section = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": RANK}}
-    members = {
-        "model_config.yaml": json.dumps(
-            nemo_config(model) | {"peft": peft_section, "tokenizer": None}
-        ).encode(),
-        "model_weights.ckpt": torch_bytes(state),
-    }
-    adapter = write_tar(tmp_path / "lora.nemo", members)
-    base = write_nemo(tmp_path / "base.nemo", tensors, model)
-    whole = write_nemo(tmp_path / "whole.nemo", tensors | {name: tensors[name] + up @ down}, model)
-    assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
-
-
 def core_adapter(folder: Path, factors: Mapping[str, Any]) -> Path:
     """Write the distributed checkpoint of an adapter: layers stacked, the gate's halves apart."""
     tensors: Tensors = {}
@@ -557,14 +510,11 @@ def nemo2_adapter(folder: Path, factors: Mapping[str, Any], **changes: Any) -> P
 
 
 @pytest.mark.parametrize("write", [bridge_adapter, nemo2_adapter])
-def test_distributed_adapters_are_merged(write: Callable[..., Path], tmp_path):
-    torch.manual_seed(3)
+def test_distributed_adapters_of_other_kinds_are_refused(write: Callable[..., Path], tmp_path):
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = all_factors("")
     base = write_bridge(tmp_path / "base", state)
-    whole = write_bridge(tmp_path / "whole", merged_core(state, factors))
     adapter = write(tmp_path / "iter_0000003", factors)
-    assert_same(shards(base, tmp_path / "f", adapter), shards(whole, tmp_path / "e"))
     assert "is an adapter" in refusal(adapter, tmp_path / "out")
     odd = write(tmp_path / "odd", factors, _target_="megatron.bridge.peft.dora.DoRA", alpha="x")
     text = refusal(base, tmp_path / "out", odd)
