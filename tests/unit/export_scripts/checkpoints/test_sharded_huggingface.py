@@ -42,6 +42,7 @@ from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, cont
 from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
 
 GIVEN = (("start_id", "1"), ("end_id", "2"))
+SHARD = "shard-0000{}-model-00001-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def automodel(folder: Path, tensors: Tensors, model: Path) -> Path:
             parts[name] = tensor[:half].clone() if rank == 0 else tensor[half:].clone()
             places[name] = {"saved_offsets": [rank * half, *[0] * (tensor.ndim - 1)]}
         metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-        file = weights / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        file = weights / SHARD.format(rank + 1)
         safetensors.torch.save_file(parts, file, metadata)
     save_alone(folder / "optim", {"optim": optimizer(tensors)})
     return folder
@@ -533,35 +534,30 @@ def test_a_lost_index_is_named(model, tmp_path, place: str):
     assert "copy this hidden file, too" in text
 
 
-def lose_a_shard(weights: Path) -> None:
-    (weights / "shard-00002-model-00001-of-00001.safetensors").unlink()
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob(file)).unlink()
 
 
-def lose_the_first_shard(weights: Path) -> None:
-    (weights / "shard-00001-model-00001-of-00001.safetensors").unlink()
-
-
-def save_a_shard_twice(weights: Path) -> None:
-    first = weights / "shard-00001-model-00001-of-00001.safetensors"
-    shutil.copy(first, weights / "shard-00003-model-00001-of-00001.safetensors")
+def copied(name: str, old: int = 0, new: int = 1) -> Callable[[Path], object]:
+    return lambda folder: shutil.copy(folder / name.format(old), folder / name.format(new))
 
 
 def lose_the_places(weights: Path) -> None:
-    first = weights / "shard-00001-model-00001-of-00001.safetensors"
+    first = weights / SHARD.format(1)
     safetensors.torch.save_file(safetensors.torch.load_file(first), first)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lose_a_shard, "does not make"),
-        (lose_the_first_shard, "some are missing"),
-        (save_a_shard_twice, "contradicts another shard"),
+        (without(SHARD.format(2)), "does not make"),
+        (without(SHARD.format(1)), "some are missing"),
+        (copied(SHARD, 1, 3), "contradicts another shard"),
         (lose_the_places, "does not say where"),
     ],
 )
 def test_shards_that_do_not_make_the_model_are_refused(
-    model, tmp_path, damage: Callable[[Path], None], words: str
+    model, tmp_path, damage: Callable[[Path], object], words: str
 ):
     source = automodel(tmp_path / "run", read_tensors(model), model)
     damage(source / "model")
@@ -794,17 +790,6 @@ def test_a_frozen_norm_is_not_taken_for_a_copied_file(tmp_path):
     assert frozen.tolist() == [1.0] * 16
 
 
-def without(file: str) -> Callable[[Path], None]:
-    return lambda folder: next(folder.glob(file)).unlink()
-
-
-def copied(name: str) -> Callable[[Path], None]:
-    def copy(folder: Path) -> None:
-        shutil.copy(folder / name.format(0), folder / name.format(1))
-
-    return copy
-
-
 def lose_the_shares(folder: Path) -> None:
     state = {"optimizer_state_dict": {"partition_count": 3}}
     torch.save(state, next(folder.glob("*_1_*optim*")))
@@ -845,7 +830,7 @@ def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[P
     ],
 )
 def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
-    tmp_path, damage: Callable[[Path], None], words: str
+    tmp_path, damage: Callable[[Path], object], words: str
 ):
     source = shutil.copytree(STAGE_3, tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
@@ -887,7 +872,7 @@ def parts(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
     ],
 )
 def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
-    tmp_path, damage: Callable[[Path], None], words: str
+    tmp_path, damage: Callable[[Path], object], words: str
 ):
     source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)

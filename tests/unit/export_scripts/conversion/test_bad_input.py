@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import convert
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
-from tests.conversions import folder_of, problems_of
+from tests.conversions import folder_of, problems_of, remarks_of, request_of
 from tests.tiny import TinyGPT, gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
 from tests.tiny_huggingface import copy_of
 from tests.tiny_transformers import write_model
@@ -24,13 +24,20 @@ from tests.tiny_transformers import write_model
         ({"hidden_size": 30.5}, "hidden_size = 30.5 is not a count"),
         ({"layernorm_epsilon": "small"}, "layernorm_epsilon = 'small' is out of range"),
         ({"num_attention_heads": [6]}, "num_attention_heads = [6] is not a count"),
+        (
+            {"num_layers": 10**9},
+            "num_layers = 1000000000 is not a count; expected a whole number from 0 to 10000",
+        ),
+        ({"tensor_model_parallel_size": 10**9}, "expected at most 100000 training ranks"),
+        ({"pipeline_model_parallel_size": 10**9}, "expected at most 100000 training ranks"),
     ],
 )
 def test_sizes_that_are_no_sizes_are_reported(tmp_path, config: dict[str, Any], reported: str):
+    """Once, and without a list of the tensors of absurdly many layers."""
     source = write_nemo(tmp_path / "x.nemo", config=config)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    where = f"--checkpoint-path={source}: model_config.yaml"
-    assert [each.split(";")[0] for each in problems] == [f"{where}: {reported}"]
+    (problem,) = problems_of(source, tmp_path / "out").splitlines()
+    assert problem.startswith(f"--checkpoint-path={source}")
+    assert reported in problem
 
 
 def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path):
@@ -38,15 +45,6 @@ def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path):
     assert (
         "layernorm_eps = 0.001" in (folder_of(source, tmp_path / "out") / "config.ini").read_text()
     )
-
-
-def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path):
-    source = write_nemo(tmp_path / "x.nemo", config={"num_layers": 10**9})
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert problems == [
-        f"--checkpoint-path={source}: model_config.yaml: num_layers = 1000000000 is not a count; "
-        "expected a whole number from 0 to 10000"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_pat
     """Not the first one alone."""
     model = write_model(name, tmp_path / "model")
     bad = copy_of(model, tmp_path / "bad", tensors={key: torch.zeros(3, 5)})
-    (problem,) = check_conversion(ConversionRequest(bad, tmp_path / "out", 1, "fp32"))
+    problem = problems_of(bad, tmp_path / "out")
     assert f"{key} [3, 5]" in problem
     assert "do not fit together" in problem
 
@@ -73,7 +71,7 @@ def test_every_rank_stores_floating_numbers(tmp_path):
     embedding = state["model"]["language_model"]["embedding"]["word_embeddings"]
     embedding["weight"] = embedding["weight"].long()
     torch.save(state, file)
-    (problem,) = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    problem = problems_of(source, tmp_path / "out")
     assert "word_embeddings.weight is stored as int64, expected a floating type" in problem
 
 
@@ -94,18 +92,8 @@ def test_tables_that_give_no_size_are_reported(tmp_path, key: str, shape: tuple[
         embedding[name]["weight"] = torch.zeros(shape)
     file.unlink()
     torch.save(state, file)
-    (problem, *_) = check_conversion(
-        ConversionRequest(source, tmp_path / "out", 1, "fp32", given=(("head_num", "6"),))
-    )
+    problem = problems_of(source, tmp_path / "out", given=(("head_num", "6"),))
     assert problem.startswith(f"--checkpoint-path={source}: language_model.embedding.{name}.weight")
-
-
-@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_absurdly_many_training_ranks_are_refused(tmp_path, key: str):
-    source = write_nemo(tmp_path / "x.nemo", config={key: 10**9})
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert len(problems) == 1
-    assert "expected at most 100000 training ranks" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -120,22 +108,19 @@ def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(
     tmp_path, args: dict[str, Any], reported: str
 ):
     source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert len(problems) == 1
-    assert reported in problems[0]
+    (problem,) = problems_of(source, tmp_path / "out").splitlines()
+    assert reported in problem
 
 
 def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path):
-    wanted = ConversionRequest(
+    problems = problems_of(
         write_nemo(tmp_path / "x.nemo"),
         tmp_path / "out",
-        1,
-        "fp32",
         prompt_checkpoints=(tmp_path / "p",),
         vocab_path=tmp_path / "v",
     )
     remedy = "check the spelling, and that this machine sees it"
-    assert check_conversion(wanted) == [
+    assert problems.splitlines() == [
         f"--prompt-checkpoint={tmp_path / 'p'} does not exist; {remedy}",
         f"--vocab-path={tmp_path / 'v'} does not exist; {remedy}",
     ]
@@ -143,10 +128,8 @@ def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path):
 
 def test_unreadable_stated_values_are_all_reported(tmp_path):
     given = (("start_id", "abc"), ("layernorm_eps", "x"), ("tensor_para_size", "2"))
-    wanted = ConversionRequest(
-        write_nemo(tmp_path / "x.nemo"), tmp_path / "out", 1, "fp32", given=given
-    )
-    assert check_conversion(wanted) == [
+    problems = problems_of(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", given=given)
+    assert problems.splitlines() == [
         "--set start_id=abc: 'abc' is not an integer",
         "--set layernorm_eps=x: 'x' is not a number",
         "--set tensor_para_size=2: use --tensor-model-parallel-size",
@@ -156,11 +139,10 @@ def test_unreadable_stated_values_are_all_reported(tmp_path):
 def test_an_output_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     source = write_nemo(tmp_path / "x.nemo")
-    problems = check_conversion(ConversionRequest(source, tmp_path / "file" / "out", 1, "fp32"))
-    assert problems == [
+    assert problems_of(source, tmp_path / "file" / "out") == (
         f"--output-dir={tmp_path / 'file' / 'out'}: {tmp_path / 'file'} is not a folder; choose "
         "another place"
-    ]
+    )
 
 
 def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path):
@@ -189,9 +171,7 @@ def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path, as_link: bool)
 def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path):
     tensors = {k: v for k, v in gpt_tensors().items() if "layers.1.input_layernorm" not in k}
     source = write_nemo(tmp_path / "x.nemo", tensors)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert len(problems) == 3
-    assert "fetch the checkpoint again" in problems[2]
+    assert "fetch the checkpoint again" in problems_of(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +193,7 @@ def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path, older: str, n
     for step, name, scale in ((9, older, 2.0), (10, newer, 1.0)):
         content = {"global_step": step, "state_dict": {k: v * scale for k, v in state.items()}}
         torch.save(content, source / name)
-    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    done = convert(request_of(source, tmp_path / "out"))
     expected = gpt_tensors()["model.language_model.encoder.final_layernorm.bias"]
     found = FTReader(done.ft_dir).read("model.final_layernorm.bias")
     assert torch.equal(found, expected)
@@ -227,29 +207,27 @@ def test_averaged_weights_that_are_left_are_reported(tmp_path):
     torch.save(content, source / "gpt-step=9-last-EMA.ckpt")
     assert "name one of gpt-step=9-last-EMA.ckpt" in problems_of(source, tmp_path / "out")
     torch.save(content, source / "gpt-step=9-last.ckpt")
-    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert done.remarks[0].startswith("left gpt-step=9-last-EMA.ckpt")
+    remarks = remarks_of(source, tmp_path / "out")
+    assert remarks.startswith("left gpt-step=9-last-EMA.ckpt")
 
 
-@pytest.mark.parametrize("end_id", ["50256", "-1"])
-def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path, end_id: str):
-    source = write_nemo(tmp_path / "x.nemo")
-    given = (("start_id", "0"), ("end_id", end_id))
-    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
-    reported = [remark for remark in done.remarks if "outside the vocabulary" in remark]
-    assert len(reported) == 1
-    assert reported[0].startswith(f"end_id = {end_id} is outside the vocabulary of ")
-    assert "--set end_id=.." in reported[0]
-
-
-def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_path):
-    t5 = write_model("t5", tmp_path / "t5")
-    source = copy_of(t5, tmp_path / "source", config={"eos_token_id": 1 << 20})
-    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    reported = [remark for remark in done.remarks if "outside the vocabulary" in remark]
-    assert len(reported) == 1
-    assert reported[0].startswith("eos_token_id = 1048576 is outside the vocabulary of ")
-    assert "--set eos_token_id=.." in reported[0]
+@pytest.mark.parametrize(
+    ("of", "key", "value"),
+    [("nemo", "end_id", 50256), ("nemo", "end_id", -1), ("t5", "eos_token_id", 1 << 20)],
+)
+def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(
+    tmp_path, of: str, key: str, value: int
+):
+    if of == "nemo":
+        given = (("start_id", "0"), (key, str(value)))
+        remarks = remarks_of(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", given=given)
+    else:
+        t5 = write_model("t5", tmp_path / "t5")
+        source = copy_of(t5, tmp_path / "source", config={key: value})
+        remarks = remarks_of(source, tmp_path / "out")
+    (remark,) = (each for each in remarks.splitlines() if "outside the vocabulary" in each)
+    assert remark.startswith(f"{key} = {value} is outside the vocabulary of ")
+    assert f"--set {key}=.." in remark
 
 
 @pytest.mark.parametrize(
