@@ -1,6 +1,7 @@
-"""Words in messages and equal tensors, as tests look for them."""
+"""Words in messages, equal tensors and nearly equal ones, as tests look for them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -12,3 +13,10 @@ def mentions(texts: Iterable[str], words: str) -> bool:
 
 def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """Return the largest difference of two arrays, relative to the largest value expected."""
+    found, expected = (torch.as_tensor(each).cpu() for each in (found, expected))
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())

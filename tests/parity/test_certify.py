@@ -20,11 +20,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.certify.__main__ import main
 from inference.certify.certificate import Certificate, certificate_text, write_certificate
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
+from tests.conversions import folder_of
 from tests.ft_folders import unpack_case
 from tests.openai_servers import write_tokenizer
 from tests.tiny import write_nemo
@@ -43,8 +43,7 @@ Sources = Callable[[str], Path]
 
 
 def convert_to(source: Path, folder: Path, **fields: object) -> Path:
-    values = {"tp_size": 2, "weight_data_type": "fp32", **fields}
-    return convert(ConversionRequest(source, folder / "ft", **values)).ft_dir  # type: ignore[arg-type]
+    return folder_of(source, folder / "ft", **{"tp_size": 2, **fields})
 
 
 def made(source: Path, folder: Path, *, layers: bool = False, **fields: Any) -> Certificate:
@@ -94,6 +93,10 @@ class Copy:
         (self.path / INDEX).write_text(json.dumps({"weight_map": names}))
 
 
+def copied(source: Path, folder: Path) -> Copy:
+    return Copy(shutil.copytree(source, folder / "folder"))
+
+
 def write_source(name: str, folder: Path) -> Path:
     """Write a model with a tokenizer of 300 tokens and a chat template."""
     write_model(name, folder, vocab_size=300)
@@ -116,7 +119,7 @@ def sources(tmp_path_factory) -> Sources:
 @pytest.fixture
 def copy(tmp_path, sources: Sources) -> Copy:
     """Return a copy of the Llama."""
-    return Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    return copied(sources("llama"), tmp_path)
 
 
 def exchange(copy: Copy, one: str, other: str) -> None:
@@ -656,7 +659,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
 def test_planted_fault_is_named_at_its_place(name: str, tmp_path, sources):
     family, fault, where, place, said = FAULTS[name]
     source = sources(family)
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     fault(copy)
     if not (copy.path / INDEX).exists():
         copy.save()
@@ -859,7 +862,7 @@ def test_values_that_are_no_numbers_are_equal_to_themselves(tmp_path, sources):
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     source.tensors[UP][0, :2] = torch.tensor([torch.nan, 0.0])
     source.save()
-    copy = Copy(shutil.copytree(source.path, tmp_path / "folder"))
+    copy = copied(source.path, tmp_path)
     copy.tensors[UP][0, 1] = -0.0
     copy.save()
     certificate = made(source.path, copy.path, layers=True)
@@ -888,7 +891,7 @@ def test_another_file_of_the_vocabulary_is_not_called_equal(tmp_path, sources):
 )
 def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path):
     source = write_model(model, tmp_path / "source")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     settings: dict[str, Any] = {key: 2}
     copy.setting(**settings)
     assert key in made(source, copy.path).verdict
@@ -896,7 +899,7 @@ def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path
 
 def test_first_names_of_norms_are_those_of_today(tmp_path):
     source = write_model("bert", tmp_path / "source")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     for today, first in (("weight", "gamma"), ("bias", "beta")):
         copy.tensors = {
             key.replace(f"LayerNorm.{today}", f"LayerNorm.{first}"): value
@@ -908,7 +911,7 @@ def test_first_names_of_norms_are_those_of_today(tmp_path):
 
 def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path):
     source = write_model("qwen3-moe", tmp_path / "source")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     copy.tensors = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
     copy.save()
     copy.sharded()
@@ -932,7 +935,7 @@ def test_experts_in_another_order_with_their_router_are_the_same_function(
     name: str, order: list[int], is_same: bool, tmp_path
 ):
     source = write_model(name, tmp_path / "source", num_hidden_layers=4)
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     reorder_experts(copy, order)
     copy.save()
     certificate = made(source, copy.path, layers=is_same)
@@ -952,7 +955,7 @@ def test_experts_in_another_order_with_their_router_are_the_same_function(
 
 def test_rounding_may_choose_other_experts(tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", vocab_size=300)
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     in_bf16(copy)
     copy.save()
     certificate = made(source, copy.path, layers=True)
@@ -961,7 +964,7 @@ def test_rounding_may_choose_other_experts(tmp_path):
 
 
 def test_two_spellings_of_a_setting_are_one(tmp_path, sources):
-    source, copy = sources("llama"), Copy(shutil.copytree(sources("llama"), tmp_path / "folder"))
+    source, copy = sources("llama"), copied(sources("llama"), tmp_path)
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
     copy.setting(rope_parameters=None, rope_theta=rope["rope_theta"], torch_dtype="float32",
                  dtype=None)  # fmt: skip
@@ -973,7 +976,7 @@ def test_two_spellings_of_a_setting_are_one(tmp_path, sources):
 
 def test_a_parameter_of_yarn_may_be_stated_as_it_is_by_default(tmp_path):
     source = write_source("llama-yarn", tmp_path / "source")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     rope = json.loads((source / "config.json").read_text())["rope_parameters"]
     assert "truncate" not in rope
     copy.setting(rope_parameters={**rope, "truncate": True})
@@ -993,7 +996,7 @@ def test_rows_that_no_model_reads_may_be_the_sources(tmp_path):
 
 def test_a_prefix_of_all_names_and_a_file_of_known_tokens_may_be_left_out(tmp_path):
     source = write_model("gpt2", tmp_path / "source")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     (copy.path / "generation_config.json").unlink()
     copy.tensors = {key.removeprefix("transformer."): each for key, each in copy.tensors.items()}
     copy.save()
@@ -1102,7 +1105,7 @@ def test_another_scheme_of_quantised_activations_is_a_bound(tmp_path, sources):
     source = Copy(shutil.copytree(sources("llama"), tmp_path / "source"))
     fp8(source, off=False)
     source.save()
-    copy = Copy(shutil.copytree(source.path, tmp_path / "folder"))
+    copy = copied(source.path, tmp_path)
     settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"}
     copy.setting(quantization_config=settings)
     assert "(quantization_config.activation_scheme)" in made(source.path, copy.path).verdict
@@ -1195,7 +1198,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], object], str]] = {
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_foreign_folder_passes(name: str, tmp_path, sources):
     source, (change, bound) = sources("llama"), SOUND[name]
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     change(copy)
     if not (copy.path / INDEX).exists():
         copy.save()
@@ -1240,7 +1243,7 @@ def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_n
     for stack in stacks.get(name, [""]):
         assert {f"{stack}embedding", f"{stack}layer 0"} <= places
     assert ("output" if name in ("bert", "t5-encoder") else "logits") in places
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     kept = min(copy.tensors)
     lost = copy.tensors.keys() - {kept}
     copy.tensors = {kept: copy.tensors[kept]}
@@ -1489,7 +1492,7 @@ def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path):
     )  # fmt: skip
     source = tmp_path / "source"
     transformers.PersimmonForCausalLM(config).save_pretrained(source)
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     copy.setting(hidden_act=None)  # the library's default, as it was
     certificate = made(source, copy.path, layers=True)
     assert certificate.status in ("equal", "equal up to"), certificate_text(certificate)
@@ -1515,7 +1518,7 @@ def test_a_model_of_no_known_family_is_held_to_its_settings(key: str, value: Any
     )
     source = tmp_path / "source"
     transformers.XGLMForCausalLM(config).save_pretrained(source)
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     copy.setting(**{key: value})
     found = part(made(source, copy.path), "settings").of("differs")
     assert [each.where for each in found] == [key]
@@ -1548,7 +1551,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, sources):
 
 def test_a_run_begins_anew_where_a_file_was_changed_and_its_time_restored(tmp_path, sources):
     source = sources("llama")
-    copy = Copy(shutil.copytree(source, tmp_path / "folder"))
+    copy = copied(source, tmp_path)
     copy.tensors["model.layers.2.unused"] = torch.zeros(1 << 17)
     copy.save()
     one = made(source, copy.path)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.bert import BERT, BertConfig
 from inference.decoding.rows import GenerationRequest
 from inference.engine.encoder_engine import EncoderEngine
@@ -19,7 +18,9 @@ from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests import contract
+from tests.conversions import folder_of
 from tests.ft_folders import write_random
+from tests.looks import relative_error
 from tests.rank_threads import logits_by
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import adapter_tensors, ia3_scalers, write_adapter, write_ia3
@@ -54,11 +55,7 @@ def t5_folder(path: Path, model: TinyT5, tp_size: int = 1) -> Path:
         ),
         "adapter_checkpoints": (write_adapter(path / "a.nemo", adapter_tensors(model), model),),
     }
-    return convert(ConversionRequest(source, path / "out", tp_size, "fp32", **tuned)).ft_dir
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours.float().cpu() - theirs).abs().max() / theirs.abs().max())
+    return folder_of(source, path / "out", tp_size=tp_size, **tuned)
 
 
 # Unscaled scores of random weights amplify rounding beyond any tolerance.
@@ -77,7 +74,7 @@ def test_t5_logits_equal_those_of_the_cpu(name: str, data_type: str, task: int |
         )
         for device, more in options.items()
     )
-    assert difference(ours, expected) < TOLERANCE[data_type]
+    assert relative_error(ours, expected) < TOLERANCE[data_type]
 
 
 def request_of(
@@ -148,11 +145,11 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(data_type: str,
         expected = cpu.encode(parse_encoding(with_weights, cpu.architecture))
         ours = cuda.encode(parse_encoding(with_weights, cuda.architecture))
         plain = cuda.encode(parse_encoding(tensors, cuda.architecture))
-    assert difference(ours.hidden, expected.hidden) < TOLERANCE[data_type]
-    assert difference(plain.hidden, expected.hidden) < TOLERANCE[data_type]
+    assert relative_error(ours.hidden, expected.hidden) < TOLERANCE[data_type]
+    assert relative_error(plain.hidden, expected.hidden) < TOLERANCE[data_type]
     assert ours.attentions is not None
     assert expected.attentions is not None
-    assert difference(ours.attentions, expected.attentions) < TOLERANCE[data_type]
+    assert relative_error(ours.attentions, expected.attentions) < TOLERANCE[data_type]
 
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
@@ -181,4 +178,4 @@ def test_bert_equals_the_cpu(data_type: str, lengths: tuple[int, ...], tmp_path)
     ):
         expected = cpu.encode(parse_encoding(tensors, cpu.architecture)).hidden
         ours = cuda.encode(parse_encoding(tensors, cuda.architecture)).hidden
-    assert difference(ours, expected) < TOLERANCE[data_type]
+    assert relative_error(ours, expected) < TOLERANCE[data_type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,8 @@ from tests.conftest import SAMPLE_MODEL, material
 from tests.conversions import folder_of
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import unpack_case
+from tests.json_files import read_json
+from tests.looks import relative_error
 from tests.rank_threads import logits_of
 
 # Relative to the largest logit. fp32: another order of summation. fp16: weights rounded to 11 bits.
@@ -42,9 +43,11 @@ def golden(name: str) -> Path:
 
 
 def relative_difference(logits: torch.Tensor, case: Path) -> float:
-    expected = np.load(case / "logits.npy")
-    assert logits.shape == expected.shape
-    return float(np.abs(logits.numpy() - expected).max() / np.abs(expected).max())
+    return relative_error(logits, np.load(case / "logits.npy"))
+
+
+def prompt_of(case: Path) -> list[int]:
+    return read_json(case / "greedy.json")["prompt"]
 
 
 def greedy(engine: Engine, prompt: list[int], length: int) -> list[int]:
@@ -60,7 +63,7 @@ def greedy(engine: Engine, prompt: list[int], length: int) -> list[int]:
 
 
 def check_greedy(engine: Engine, case: Path) -> None:
-    recorded = json.loads((case / "greedy.json").read_text())
+    recorded = read_json(case / "greedy.json")
     expected = recorded["continuation"]
     # A continuation past the end token was recorded, but an answer ends there.
     if engine.limits.end_id in expected:
@@ -73,7 +76,7 @@ def check_greedy(engine: Engine, case: Path) -> None:
 def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path):
     case = golden(name)
     with Engine(unpack_case(case, tmp_path, tp_size=1), Placement(device="cpu")) as engine:
-        prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+        prompt = prompt_of(case)
         assert relative_difference(prompt_logits(engine, prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
 
@@ -82,7 +85,7 @@ def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path):
 def test_half_precision_weights_stay_close(name: str, tmp_path):
     case = golden(name)
     ft_dir = unpack_case(case, tmp_path, tp_size=2, data_type="fp16")
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = prompt_of(case)
     logits = logits_of(ft_dir, prompt, tp_size=2, pp_size=1, data_type="fp16")
     assert relative_difference(logits, case) < FP16_TOLERANCE
 
@@ -94,7 +97,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size: int, pp_siz
     case = golden("gpt2/tiny")
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
     with Engine(ft_dir, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu")) as engine:
-        prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+        prompt = prompt_of(case)
         assert relative_difference(prompt_logits(engine, prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
 
@@ -104,7 +107,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size: int, pp_siz
 @pytest.mark.parametrize("name", [name for name, largest in CASES.items() if largest == 4])
 def test_every_grid_of_ranks_gives_recorded_logits(name: str, tp_size: int, pp_size: int, tmp_path):
     case = golden(name)
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = prompt_of(case)
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
     logits = logits_of(ft_dir, prompt, tp_size=tp_size, pp_size=pp_size)
     assert relative_difference(logits, case) < FP32_TOLERANCE
@@ -112,7 +115,7 @@ def test_every_grid_of_ranks_gives_recorded_logits(name: str, tp_size: int, pp_s
 
 def test_a_prompt_in_chunks_has_the_same_logits(tmp_path):
     case = golden("bloom/tiny")
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = prompt_of(case)
     ft_dir = unpack_case(case, tmp_path, tp_size=2)
     chunks = (1, 3, len(prompt) - 4)
     logits = logits_of(ft_dir, prompt, tp_size=2, pp_size=2, chunks=chunks)
@@ -140,9 +143,9 @@ def test_converted_checkpoint_gives_recorded_logits(
     name: str, tp_size: int, pp_size: int, tmp_path
 ):
     case = golden(name)
-    facts = json.loads((case / "case.json").read_text())
+    facts = read_json(case / "case.json")
     folder_of(case / facts["source"], tmp_path, tp_size=tp_size)
-    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    prompt = prompt_of(case)
     logits = logits_of(tmp_path / f"{tp_size}-gpu", prompt, tp_size=tp_size, pp_size=pp_size)
     assert relative_difference(logits, case) < FP32_TOLERANCE
 
@@ -151,10 +154,9 @@ def test_sample_model_gives_recorded_logits_and_tokens(tmp_path):
     sample = material("sample_model")
     folder_of(SAMPLE_MODEL, tmp_path, weight_data_type="fp16")
     with Engine(tmp_path / "1-gpu", Placement(device="cpu")) as engine:
-        for number, recorded in enumerate(json.loads((sample / "greedy.json").read_text())):
+        for number, recorded in enumerate(read_json(sample / "greedy.json")):
             prompt, whole = recorded["input_ids"], recorded["greedy_output_ids"]
             reference = np.load(sample / f"logits_{number}.npy")
-            difference = np.abs(prompt_logits(engine, prompt).numpy() - reference).max()
-            assert difference / np.abs(reference).max() < FP32_TOLERANCE
+            assert relative_error(prompt_logits(engine, prompt), reference) < FP32_TOLERANCE
             expected = whole[len(prompt) :]
             assert greedy(engine, prompt, len(expected)) == expected

@@ -18,6 +18,7 @@ from export_scripts.families.mapping.settings import ALL_ACTIVATIONS
 from inference.parallel.epilogue import activate, gemm_activation
 from tests.conversions import folder_of
 from tests.json_files import read_json, write_json
+from tests.looks import relative_error
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS, VARIANTS, model_of
 
@@ -46,7 +47,7 @@ def check(
     ft_dir = folder_of(source, output_dir, tp_size=tp_size)
     chunks = LAYOUTS[tp_size, pp_size]
     found = logits_of(ft_dir, IDS, tp_size=tp_size, pp_size=pp_size, chunks=chunks, **settings)
-    error = float((found - expected).abs().max() / expected.abs().max())
+    error = relative_error(found, expected)
     assert bool(settings) <= (error > 0)
     assert error < tolerance
 

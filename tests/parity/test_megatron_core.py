@@ -12,6 +12,7 @@ import transformers
 from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conversions import folder_of
 from tests.json_files import read_json
+from tests.looks import relative_error
 from tests.rank_threads import logits_of
 from tests.tiny_transformers import MODELS
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
@@ -34,8 +35,8 @@ def test_folder_gives_the_recorded_logits(shared, tmp_path, name: str, tp_size: 
     )
     summary = convert(request)
     assert summary.family == name.split("_")[0]
-    found = logits_of(summary.ft_dir, prompt, tp_size=tp_size, pp_size=1).numpy()
-    assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
+    found = logits_of(summary.ft_dir, prompt, tp_size=tp_size, pp_size=1)
+    assert relative_error(found, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -45,8 +46,8 @@ def test_a_hybrid_model_gives_the_recorded_logits(shared, tmp_path, tp_size: int
     prompt, expected = recorded["ids"].ravel().tolist(), recorded["logits"]
     given = (("start_id", "1"), ("end_id", "2"))
     shards = folder_of(case, tmp_path / "out", tp_size=tp_size, given=given)
-    found = logits_of(shards, prompt, tp_size=tp_size, pp_size=1).numpy()
-    assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
+    found = logits_of(shards, prompt, tp_size=tp_size, pp_size=1)
+    assert relative_error(found, expected) < TOLERANCE
 
 
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
@@ -153,7 +154,7 @@ def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(
         expected = model(torch.tensor([IDS])).logits[0]
     shards = folder_of(source, tmp_path / "out", tp_size=tp_size)
     found = logits_of(shards, IDS, tp_size=tp_size, pp_size=1)
-    assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
+    assert relative_error(found, expected) < TOLERANCE
     if tp_size > 1:
         return
     left = class_.from_pretrained(

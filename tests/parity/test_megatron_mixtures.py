@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 import transformers
 import yaml
 
-from export_scripts.conversion.convert import check_conversion, convert
 from tests.json_files import read_json
+from tests.looks import relative_error
 from tests.megatron_core_mixtures import LENGTH, MODELS, SIZES, Mixture, save_all
 from tests.tiny_huggingface import read_tensors
-from tests.unit.export_scripts.conversion.test_mixtures import request
+from tests.unit.export_scripts.conversion.test_mixtures import problems, written
 
 # Relative to the largest logit; fp32 on both sides, in another order of summation.
 TOLERANCE = 1e-5
@@ -107,22 +106,21 @@ def error(folder: Path, expected: Path) -> float:
     assert not any(info.values()), info
     with torch.no_grad():
         found = model.eval()(torch.arange(3, 3 + LENGTH)[None]).logits
-    wanted = torch.load(expected, weights_only=True)
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return relative_error(found, torch.load(expected, weights_only=True))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_way_of_cutting_gives_the_logits(name: str, saved, tmp_path):
-    folder = convert(request(saved / name, tmp_path / "whole")).ft_dir
+    folder = written(saved / name, tmp_path / "whole")
     config = read_json(folder / "config.json")
     assert config["model_type"] == name
     assert READ_BY_VLLM.get(name, {}).items() <= config.items()
     assert error(folder, saved / f"{name}.pt") < TOLERANCE
     for cut in CUTS if name in CUT_MODELS else ():
-        again = convert(request(saved / f"{name}-{cut}", tmp_path / cut)).ft_dir
+        again = written(saved / f"{name}-{cut}", tmp_path / cut)
         weights = "model.safetensors"
         assert (again / weights).read_bytes() == (folder / weights).read_bytes(), cut
-    copied = convert(request(folder, tmp_path / "copied")).ft_dir
+    copied = written(folder, tmp_path / "copied")
     assert error(copied, saved / f"{name}.pt") < TOLERANCE
 
 
@@ -152,26 +150,25 @@ def test_megatron_bridge_states_the_same(
         "tokenizer": {},
     }
     (source / "run_config.yaml").write_text(yaml.safe_dump(run))
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     assert error(folder, saved / f"{name}.pt") < TOLERANCE
 
 
 def test_a_correction_of_scores_stays_in_fp32(saved, tmp_path):
-    asked = dataclasses.replace(request(saved / "glm4_moe", tmp_path), weight_data_type="bf16")
-    tensors = read_tensors(convert(asked).ft_dir)
+    tensors = read_tensors(written(saved / "glm4_moe", tmp_path, weight_data_type="bf16"))
     kinds = {name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16}
     assert kinds == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2, 3)}
-    whole = read_tensors(convert(request(saved / "glm4_moe", tmp_path / "whole")).ft_dir)
+    whole = read_tensors(written(saved / "glm4_moe", tmp_path / "whole"))
     assert all(torch.equal(tensors[name], whole[name]) for name in kinds)
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n][:2]))
 def test_each_setting_is_written_or_refused(number: int, saved, tmp_path):
     _, _, words = CHANGES[number]
-    asked = request(saved / str(number), tmp_path / "out")
+    source, out = saved / str(number), tmp_path / "out"
     if words not in {*MODELS, "mixtral"}:
-        assert words in "\n".join(check_conversion(asked))
+        assert words in problems(source, out)
         return
-    folder = convert(asked).ft_dir
+    folder = written(source, out)
     assert read_json(folder / "config.json")["model_type"] == words
     assert error(folder, saved / f"{number}.pt") < TOLERANCE

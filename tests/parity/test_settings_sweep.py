@@ -16,6 +16,7 @@ import transformers
 
 from foundations.errors import CheckpointMismatchError
 from tests.conversions import folder_of
+from tests.looks import relative_error
 from tests.megatron_ranks import OTHERS, run_ranks
 from tests.rank_threads import logits_of
 from tests.settings_sweep import BASE, IDS, Case, pairs, singles
@@ -43,7 +44,7 @@ def outcome(source: Path, expected: torch.Tensor, out: Path, kind: str) -> str:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             found = model.eval()(torch.tensor([IDS])).logits[0]
-    error = float((found - expected).abs().max() / expected.abs().max())
+    error = relative_error(found, expected)
     return "equal" if error < TOLERANCE else f"wrong by {error:.1e}"
 
 

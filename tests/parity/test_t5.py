@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conftest import material
+from tests.conversions import folder_of
 from tests.ft_folders import unpack_case
 from tests.json_files import read_json
+from tests.looks import relative_error
 from tests.rank_threads import encoded_by, logits_by
 from tests.t5_reference import Reference
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
@@ -42,28 +43,17 @@ def golden(name: str) -> Path:
     return material("golden", name)
 
 
-def difference(ours: torch.Tensor, theirs: Any) -> float:
-    expected = torch.as_tensor(theirs)
-    assert ours.shape == expected.shape
-    return float((ours.float() - expected).abs().max() / expected.abs().max())
-
-
 def recorded(case: Path) -> tuple[list[int], list[int]]:
     facts = read_json(case / "greedy.json")
     start = facts.get("decoder_start_token_id", 0)
     return facts["prompt"], [start, *facts["continuation"][:-1]]
 
 
-def nemo_folder(path: Path, source: Path, **fields: Any) -> Path:
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
-    return convert(ConversionRequest(checkpoint_path=source, output_dir=path, **values)).ft_dir
-
-
 def check(folder: Path, reference: Reference, **options: Any) -> None:
     """Compare the logits of our runtime with those of the plain forward pass."""
     expected = reference.logits(reference.encode(PROMPT), ANSWER)
     ours = logits_by(folder, PROMPT, ANSWER, vocab_size=expected.shape[1], **options)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    assert relative_error(ours, expected) < FP32_TOLERANCE
 
 
 # family/case -> widest tensor-parallel size of its recorded folders.
@@ -87,7 +77,7 @@ def test_the_encoder_gives_the_recorded_output(name: str, tmp_path):
     prompt, _ = recorded(case)
     ours = encoded_by(unpack_case(case, tmp_path, tp_size=1), prompt)
     expected = np.load(case / "encoder_hidden.npy").reshape(len(prompt), -1)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    assert relative_error(ours, expected) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -100,7 +90,7 @@ def test_reference_folders_give_the_recorded_logits(name: str, tp_size: int, tmp
     expected = np.load(case / "logits.npy")
     folder = unpack_case(case, tmp_path, tp_size=tp_size)
     ours = logits_by(folder, prompt, answer, vocab_size=expected.shape[1], tp_size=tp_size)
-    assert difference(ours, expected) < FP32_TOLERANCE
+    assert relative_error(ours, expected) < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["t5/v1_1_gated_gelu_untied", "t5_nemo/ia3_two_tasks"])
@@ -112,7 +102,7 @@ def test_half_precision_weights_are_close(name: str, tmp_path):
     ours = logits_by(
         folder, prompt, answer, vocab_size=expected.shape[1], tp_size=2, data_type="fp16"
     )
-    assert difference(ours, expected) < FP16_TOLERANCE
+    assert relative_error(ours, expected) < FP16_TOLERANCE
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
@@ -122,11 +112,11 @@ def test_every_grid_of_ranks_gives_the_same_model(
 ):
     tensors = t5_tensors(model)
     source = write_t5(tmp_path / "t5.nemo", tensors, model)
-    folder = nemo_folder(tmp_path, source, tp_size=tp_size)
+    folder = folder_of(source, tmp_path, tp_size=tp_size)
     reference = Reference(tensors, model)
     grid = {"tp_size": tp_size, "pp_size": pp_size}
     encoded = reference.encode(PROMPT)
-    assert difference(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
+    assert relative_error(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
     check(folder, reference, **grid)
 
 
@@ -160,7 +150,7 @@ RULES = {
 def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path):
     model = RULES[rule]
     tensors = t5_tensors(model)
-    folder = nemo_folder(tmp_path, write_t5(tmp_path / "t5.nemo", tensors, model))
+    folder = folder_of(write_t5(tmp_path / "t5.nemo", tensors, model), tmp_path)
     check(folder, Reference(tensors, model))
 
 
@@ -178,7 +168,7 @@ def test_training_ranks_and_stages_are_joined(
     model = TinyT5(own_head=True, legacy=legacy)
     tensors = t5_tensors(model)
     source = write_t5(tmp_path / "t5.nemo", tensors, model, tp=tp, pp=pp, split=split)
-    folder = nemo_folder(tmp_path, source, tp_size=tp_size)
+    folder = folder_of(source, tmp_path, tp_size=tp_size)
     check(folder, Reference(tensors, model), tp_size=tp_size)
 
 
@@ -202,7 +192,7 @@ def test_each_ia3_task_acts_as_trained(
         for n, task in enumerate(tasks)
     )
     source = write_t5(tmp_path / "t5.nemo", tensors, model, **layout)
-    folder = nemo_folder(tmp_path, source, tp_size=tp_size, ia3_checkpoints=archives)
+    folder = folder_of(source, tmp_path, tp_size=tp_size, ia3_checkpoints=archives)
     for number, scalers in ((None, None), (0, tasks[0]), (1, tasks[1])):
         check(folder, Reference(tensors, model, scalers=scalers), task=number, tp_size=tp_size)
 
@@ -210,9 +200,9 @@ def test_each_ia3_task_acts_as_trained(
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
 def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path):
     tensors, scalers = t5_tensors(model), ia3_scalers(model)
-    folder = nemo_folder(
-        tmp_path,
+    folder = folder_of(
         write_t5(tmp_path / "t5.nemo", tensors, model, tp=2),
+        tmp_path,
         tp_size=2,
         ia3_checkpoints=(write_ia3(tmp_path / "ia3.nemo", scalers, model, tp=2),),
         ia3_in_place=True,
@@ -227,9 +217,9 @@ def test_linear_adapters_act_as_trained(training: tuple[int, int, int], tp_size:
     layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
     model = TinyT5()
     tensors, adapters = t5_tensors(model), adapter_tensors(model)
-    folder = nemo_folder(
-        tmp_path,
+    folder = folder_of(
         write_t5(tmp_path / "t5.nemo", tensors, model, **layout),
+        tmp_path,
         tp_size=tp_size,
         adapter_checkpoints=(write_adapter(tmp_path / "a.nemo", adapters, model, **layout),),
     )
@@ -240,9 +230,9 @@ def test_virtual_tokens_take_the_place_of_words(tmp_path):
     model = TinyT5()
     tensors = t5_tensors(model)
     tables = {"first": torch.randn(3, model.hidden), "second": torch.randn(4, model.hidden)}
-    folder = nemo_folder(
-        tmp_path,
+    folder = folder_of(
         write_t5(tmp_path / "t5.nemo", tensors, model),
+        tmp_path,
         tp_size=2,
         prompt_checkpoints=(write_prompts(tmp_path / "p.nemo", tables),),
     )
@@ -258,7 +248,7 @@ def test_virtual_tokens_take_the_place_of_words(tmp_path):
         has_virtual=True,
         tp_size=2,
     )
-    assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
+    assert relative_error(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
 
 
 def test_weights_of_8_bits_stay_close(tmp_path):
@@ -276,4 +266,4 @@ def test_weights_of_8_bits_stay_close(tmp_path):
         data_type="fp16",
         int8_mode=1,
     )
-    assert FP32_TOLERANCE < difference(ours, expected) < 5e-2
+    assert FP32_TOLERANCE < relative_error(ours, expected) < 5e-2
