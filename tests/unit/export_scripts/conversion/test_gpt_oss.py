@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from export_scripts.conversion.convert import check_conversion, convert, folder_problems
+from export_scripts.conversion.convert import convert, folder_problems
 from export_scripts.ft.validation import read_manifest
+from tests.conversions import problems_of, request_of
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact, mentions
 from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
-from tests.unit.export_scripts.conversion.test_mixtures import logits, request
+from tests.unit.export_scripts.conversion.test_mixtures import logits, problems, written
 
 EXPERTS = ("gate_up_proj", "down_proj")
 FIRST = "model.layers.0.mlp.experts."
@@ -64,7 +65,7 @@ MXFP4: Mapping[str, Any] = {
 
 
 def test_the_folder_has_the_bytes_of_its_source(plain, tmp_path):
-    folder = convert(request(plain, tmp_path)).ft_dir
+    folder = written(plain, tmp_path)
     mine, theirs = read_tensors(folder), read_tensors(plain)
     assert_equal_tensors(mine, theirs)
     assert folder_problems(folder) == []
@@ -76,7 +77,7 @@ def test_the_folder_has_the_bytes_of_its_source(plain, tmp_path):
 def test_blocks_become_the_values_that_transformers_makes_of_them(plain, tmp_path):
     source = changed(plain, tmp_path / "source", packed, **MXFP4)
     stored = read_tensors(source)
-    found = read_tensors(convert(request(source, tmp_path / "out")).ft_dir)
+    found = read_tensors(written(source, tmp_path / "out"))
     names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
     assert len(names) == 2 * 4
     for name in names:
@@ -124,22 +125,22 @@ def test_what_does_not_fit_is_refused_by_name(
     tmp_path,
 ):
     source = changed(plain, tmp_path / "source", change, **settings)
-    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+    assert words in problems(source, tmp_path / "out")
 
 
 def test_a_scale_that_is_not_a_number_is_found(plain, tmp_path):
     source = changed(plain, tmp_path / "source", _with_nan, **MXFP4)
     with pytest.raises(ValueError, match=f"{FIRST}down_proj: the checkpoint holds 32 values"):
-        convert(request(source, tmp_path / "out"))
+        written(source, tmp_path / "out")
 
 
 def test_experts_have_no_form_in_fp8(plain, tmp_path):
-    asked = request(plain, tmp_path, fp8="channel")
-    assert "GptOssForCausalLM has no form in FP8" in "\n".join(check_conversion(asked))
+    words = "GptOssForCausalLM has no form in FP8"
+    assert words in problems_of(plain, tmp_path, output_format="huggingface", fp8="channel")
 
 
 def test_another_gate_than_others_compute_is_remarked(plain, tmp_path):
     source = changed(plain, tmp_path / "source", swiglu_limit=5.0)
-    done = convert(request(source, tmp_path / "out"))
+    done = convert(request_of(source, tmp_path / "out", output_format="huggingface"))
     assert mentions(done.remarks, "swiglu_limit are (1.702, 5.0)")
     assert_exact(logits(done.ft_dir), logits(source))

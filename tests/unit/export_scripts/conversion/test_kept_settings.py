@@ -25,6 +25,12 @@ CHANGES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """Return a Llama."""
+    return write_model("llama", tmp_path / "source")
+
+
 def through_shards(source: Path, output: Path, **more: Any) -> Path:
     return written(folder_of(source, output), output, **more)
 
@@ -55,23 +61,22 @@ def test_every_setting_of_a_folder_comes_back(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("way", [written, through_shards])
-def test_a_stated_token_counts_more_than_the_source(way: Any, tmp_path):
-    source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
+def test_a_stated_token_counts_more_than_the_source(way: Any, source, tmp_path):
+    changed(source, **CHANGES)
     back = way(source, tmp_path, given=(("end_id", "11"),))
     assert settings(back)["eos_token_id"] == 11
     assert settings(back)["pad_token_id"] == 7
 
 
-def test_an_end_token_stated_for_shards_is_that_of_the_folder(tmp_path):
-    source = changed(write_model("llama", tmp_path / "source"), **CHANGES)
+def test_an_end_token_stated_for_shards_is_that_of_the_folder(source, tmp_path):
+    changed(source, **CHANGES)
     shards = folder_of(source, tmp_path, given=(("end_id", "11"),))
     back = written(shards, tmp_path)
     assert settings(back)["eos_token_id"] == 11
     assert settings(back, "generation_config.json")["eos_token_id"] in (11, [11])
 
 
-def test_a_rotary_base_stated_for_a_folder_has_one_spelling(tmp_path):
-    source = write_model("llama", tmp_path / "source")
+def test_a_rotary_base_stated_for_a_folder_has_one_spelling(source, tmp_path):
     back = settings(written(source, tmp_path, given=(("rotary_base", "500"),)))
     assert back["rope_theta"] == 500
     assert "rope_parameters" not in back
@@ -103,8 +108,7 @@ def test_the_longest_sequence_of_a_release_is_in_the_folder(
     assert settings(back)[key] == 96
 
 
-def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(tmp_path):
-    source = write_model("llama", tmp_path / "source")
+def test_a_head_that_is_stated_tied_and_is_not_has_its_own_setting(source, tmp_path):
     back = written(changed(source, tie_word_embeddings=True, pad_token_id=7), tmp_path)
     assert settings(back)["tie_word_embeddings"] is False
     assert settings(back)["pad_token_id"] == 7
@@ -120,8 +124,7 @@ def shards_with(source: Path, output: Path, kept: Any) -> Path:
     return shards
 
 
-def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_path):
-    source = write_model("llama", tmp_path / "source")
+def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(source, tmp_path):
     planted = {
         "auto_map": {"AutoModelForCausalLM": "a--b.C"}, "custom_pipelines": {"a": {"impl": "b.py"}},
         "quantization_config": {"quant_method": "fp8"}, "_name_or_path": "elsewhere", "scale": 3,
@@ -141,15 +144,14 @@ def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(tmp_pat
         {"sliding_window": 3, "model_type": "mistral"},
     ],
 )
-def test_settings_of_another_model_leave_the_shards_own(kept: Any, tmp_path):
-    source = write_model("llama", tmp_path / "source")
+def test_settings_of_another_model_leave_the_shards_own(kept: Any, source, tmp_path):
     back = settings(written(shards_with(source, tmp_path, settings(source) | kept), tmp_path))
     assert back["model_type"] == "llama"
     assert not {"mlp_bias", "sliding_window"} & {name for name in back if back[name]}
     assert not back.get("rope_scaling")
 
 
-def test_settings_that_are_no_table_make_a_manifest_unreadable(tmp_path):
-    shards = shards_with(write_model("llama", tmp_path / "source"), tmp_path, [1, 2])
+def test_settings_that_are_no_table_make_a_manifest_unreadable(source, tmp_path):
+    shards = shards_with(source, tmp_path, [1, 2])
     with pytest.raises(CheckpointMismatchError, match="manifest"):
         written(shards, tmp_path)

@@ -13,13 +13,9 @@ import yaml
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from export_scripts.conversion.convert import (
-    ConversionRequest,
-    check_conversion,
-    convert,
-    folder_problems,
-)
+from export_scripts.conversion.convert import folder_problems
 from export_scripts.ft.config_ini import read_config
+from tests.conversions import folder_of, problems_of, remarks_of
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
 from tests.tiny_distributed import megatron_common, write_distributed
@@ -36,6 +32,7 @@ from tests.tiny_transformers import (
 
 Tensors = Mapping[str, torch.Tensor]
 GIVEN = (("start_id", "1"), ("end_id", "2"))
+HUGGING_FACE: Mapping[str, Any] = {"output_format": "huggingface", "given": GIVEN}
 # By the end of a name: the axis, counted from the last, that 2 ranks cut, and into how many chunks.
 CUTS = {
     "word_embeddings.weight": (-2, 2), "linear_qkv.weight": (-2, 2), "linear_proj.weight": (-1, 2),
@@ -43,9 +40,12 @@ CUTS = {
 }  # fmt: skip
 
 
-def request(source: Path, output: Path, **fields: Any) -> ConversionRequest:
-    values = {"output_format": "huggingface", "given": GIVEN} | fields
-    return ConversionRequest(source, output, 1, "fp32", **values)
+def written(source: Path, output: Path, **fields: Any) -> Path:
+    return folder_of(source, output, **{**HUGGING_FACE, **fields})
+
+
+def problems(source: Path, output: Path) -> str:
+    return problems_of(source, output, **HUGGING_FACE)
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -100,10 +100,10 @@ FORMS = {
 def test_transformers_computes_the_same(name: str, form: str, tmp_path):
     original = write_model(name, tmp_path / "original")
     source = write(tmp_path / "source", FORMS[form](core_mixture(original)), ARGS[name])
-    folder = convert(request(source, tmp_path)).ft_dir
+    folder = written(source, tmp_path)
     assert folder_problems(folder) == []
     assert_exact(logits(folder), logits(original))
-    again = convert(request(folder, tmp_path / "again")).ft_dir
+    again = written(folder, tmp_path / "again")
     assert_exact(logits(again), logits(original))
 
 
@@ -111,7 +111,7 @@ def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path):
     original = write_model("mixtral", tmp_path / "original")
     args = {**ARGS["mixtral"], "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.5}
     source = write(tmp_path / "source", FORMS["each apart"](core_mixture(original)), args)
-    remarks = " ".join(convert(request(source, tmp_path)).remarks)
+    remarks = remarks_of(source, tmp_path, **HUGGING_FACE)
     assert "moe_input_jitter_eps = 0.1: megatron-core multiplies" in remarks
     assert "moe_expert_capacity_factor = 1.5: megatron-core drops" in remarks
 
@@ -119,7 +119,7 @@ def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path):
 @pytest.mark.parametrize("name", sorted({*OTHER_MIXTURES, *SHARED_EXPERTS} - {"nemotron_h"}))
 def test_a_mixture_of_transformers_comes_back(name: str, tmp_path):
     source = write_model(name, tmp_path / "source")
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     assert folder_problems(folder) == []
     assert_exact(logits(folder), logits(source))
 
@@ -134,10 +134,10 @@ def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path):
     model.save_pretrained(tmp_path / "files")
     model.save_pretrained(tmp_path / "memory", save_original_format=False)
     save({"model": model.state_dict()}, checkpoint_id=tmp_path / "trainer", no_dist=True)
-    expected = read_tensors(convert(request(tmp_path / "files", tmp_path / "out")).ft_dir)
+    expected = read_tensors(written(tmp_path / "files", tmp_path / "out"))
     for source, settings in (("memory", None), ("trainer", tmp_path / "files")):
-        asked = request(tmp_path / source, tmp_path / f"{source}-out", model_config=settings)
-        found = read_tensors(convert(asked).ft_dir)
+        folder = written(tmp_path / source, tmp_path / f"{source}-out", model_config=settings)
+        found = read_tensors(folder)
         assert_equal_tensors(found, expected)
 
 
@@ -152,9 +152,9 @@ def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path):
     tensors = read_tensors(source)
     for own, name in theirs.items():
         tensors = {key.replace(own, name): value for key, value in tensors.items()}
-    expected = read_tensors(convert(request(source, tmp_path / "out")).ft_dir)
+    expected = read_tensors(written(source, tmp_path / "out"))
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    found = read_tensors(convert(request(source, tmp_path / "again")).ft_dir)
+    found = read_tensors(written(source, tmp_path / "again"))
     assert_equal_tensors(found, expected)
 
 
@@ -173,7 +173,7 @@ def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path):
     for name in (each for each in tensors if each.endswith("correction_bias")):
         tensors[name] = torch.linspace(-0.3, 0.3, 6)[None]  # not a parameter, which are random
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     found = read_tensors(folder)
     assert_equal_tensors(found, tensors)
     assert_exact(logits(folder), logits(source))
@@ -181,7 +181,7 @@ def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path):
 
 def test_ernie_with_biases_is_refused(tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", use_bias=True)
-    assert "use_bias = True" in "\n".join(check_conversion(request(source, tmp_path / "out")))
+    assert "use_bias = True" in problems(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_no_model_computes_is_refused_by_name(
     source = write_model("glm4_moe_lite", tmp_path / "source")
     config = source / "config.json"
     write_json(config, read_json(config) | changes)
-    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+    assert words in problems(source, tmp_path / "out")
 
 
 CONFIG: Mapping[str, Any] = {
@@ -237,7 +237,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path):
         provider = "megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider30B_A3B"
         run = {"model": {"_target_": provider, **CONFIG}, "tokenizer": {}}
         (source / "run_config.yaml").write_text(yaml.safe_dump(run))
-    folder = convert(request(source, tmp_path, model_type="mixture")).ft_dir
+    folder = written(source, tmp_path, model_type="mixture")
     assert_exact(logits(folder), logits(original))
 
 
@@ -256,7 +256,7 @@ def test_an_archive_of_nemo_1_is_read(name: str, tmp_path):
         qk_layernorm=args.get("qk_layernorm", False), rotary_base=args["rotary_base"],
         layernorm_epsilon=args["norm_epsilon"],
     )  # fmt: skip
-    folder = convert(request(source, tmp_path / "out")).ft_dir
+    folder = written(source, tmp_path / "out")
     assert_exact(logits(folder), logits(original))
 
 
@@ -287,7 +287,7 @@ def test_what_no_mixture_of_transformers_computes_is_refused(
 ):
     state = core_mixture(write_model("mixtral", tmp_path / "original"))
     source = write(tmp_path / "source", with_stacked_experts(state), {**ARGS["mixtral"], **changes})
-    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+    assert words in problems(source, tmp_path / "out")
 
 
 def test_routing_is_written_as_the_user_states_it(tmp_path):
@@ -295,7 +295,7 @@ def test_routing_is_written_as_the_user_states_it(tmp_path):
     args = {**ARGS["mixtral"], "moe_router_pre_softmax": True}
     source = write(tmp_path / "source", with_stacked_experts(core_mixture(original)), args)
     stated = (*GIVEN, ("normalized_routing", "True"))
-    folder = convert(request(source, tmp_path, given=stated)).ft_dir
+    folder = written(source, tmp_path, given=stated)
     assert_exact(logits(folder), logits(original))
 
 
@@ -306,23 +306,20 @@ def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path):
         rank.mkdir(parents=True)
         (rank / "model_optim_rng.pt").touch()
     (run / "latest_checkpointed_iteration.txt").write_text("7")
-    (problem,) = check_conversion(request(run, tmp_path / "out"))
-    assert "--ckpt-format torch_dist" in problem
+    assert "--ckpt-format torch_dist" in problems(run, tmp_path / "out")
 
 
 def test_a_missing_expert_is_named(tmp_path):
     state = by_expert(core_mixture(write_model("mixtral", tmp_path / "original")))
     del state["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
     source = write(tmp_path / "source", state, ARGS["mixtral"], cut=False)
-    (problem, *_) = check_conversion(request(source, tmp_path / "out"))
-    assert "layers.1.mlp.experts.local_experts.2.linear_fc2.weight is missing" in problem
+    lost = "layers.1.mlp.experts.local_experts.2.linear_fc2.weight"
+    assert f"{lost} is missing" in problems(source, tmp_path / "out")
 
 
 def test_shards_of_a_mixture_are_refused_with_the_way_that_works(tmp_path):
     original = write_model("mixtral", tmp_path / "original")
-    (problem,) = check_conversion(
-        request(original, tmp_path / "out", output_format="fastertransformer")
-    )
+    problem = problems_of(original, tmp_path / "out")
     assert "--output-format=huggingface" in problem
     assert "deploy.engine=vllm" in problem
 

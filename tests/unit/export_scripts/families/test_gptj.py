@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from tests.conversions import converted, folder_of, problems_of
+from export_scripts.conversion.convert import ConversionRequest, convert
+from tests.conversions import converted, folder_of, problems_of, remarks_of
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny_huggingface import copy_of
@@ -85,10 +86,8 @@ def edit(release: Path, shard: int, name: str, value: float) -> None:
 
 
 def test_release_without_heads_assumes_those_of_the_6b_model_and_says_so(release, tmp_path):
-    summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
-    assert any(
-        "head_num = 16" in remark and "--set head_num" in remark for remark in summary.remarks
-    )
+    remarks = remarks_of(release, tmp_path / "out", tp_size=2)
+    assert re.search("head_num = 16.*--set head_num", remarks)
 
 
 def test_stated_heads_are_taken(release, tmp_path):
@@ -126,6 +125,4 @@ def test_heads_that_do_not_fit_are_refused(release, tmp_path):
 def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release, tmp_path):
     for shard in (6, 7):
         shutil.rmtree(release / f"step_383500/shard_{shard}")
-    request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS)
-    problems = check_conversion(request)
-    assert mentions(problems, "q.weight [16, 2]")
+    assert "q.weight [16, 2]" in problems_of(release, tmp_path / "out", given=HEADS)

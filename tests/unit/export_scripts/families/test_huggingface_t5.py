@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import parse_ini
 from tests.conversions import converted, remarks_of
 from tests.tiny_huggingface import copy_of, read_tensors
@@ -87,7 +86,7 @@ def test_scaling_stated_on_its_own_wins(untied, tmp_path):
 def test_negative_token_ids_count_as_none(tied, tmp_path):
     tokens = dict.fromkeys(("pad_token_id", "decoder_start_token_id", "eos_token_id"), -1)
     source = copy_of(tied, tmp_path / "hf", config=tokens)
-    remarks = "\n".join(convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).remarks)
+    remarks = remarks_of(source, tmp_path / "out")
     for said in ("pad_id is 0", "start_id is 0", "end_id is 1"):
         assert f"-1 of the checkpoint counts as none; {said}" in remarks
 
@@ -147,7 +146,7 @@ def test_a_reach_that_ft_does_not_know_keeps_it_from_serving(tied, tmp_path):
 
 
 def test_half_precision_is_warned_of_with_the_remedy(tied, tmp_path):
-    (remark,) = convert(ConversionRequest(tied, tmp_path, 1, "fp16")).remarks
+    remark = remarks_of(tied, tmp_path, weight_data_type="fp16")
     assert "overflow" in remark
     assert "serve with data_type bf16 or fp32" in remark
-    assert convert(ConversionRequest(tied, tmp_path / "b", 1, "bf16")).remarks == ()
+    assert remarks_of(tied, tmp_path / "b", weight_data_type="bf16") == ""

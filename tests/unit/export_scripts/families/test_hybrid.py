@@ -5,7 +5,6 @@ Models that megatron-core itself has saved are in tests/parity/test_hybrid_check
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from export_scripts.conversion.convert import check_conversion, convert, folder_problems
+from export_scripts.conversion.convert import folder_problems
 from export_scripts.inspect import describe
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
@@ -23,7 +22,7 @@ from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 from tests.unit.export_scripts.checkpoints.test_distributed import write_nemo2
-from tests.unit.export_scripts.conversion.test_mixtures import logits, request
+from tests.unit.export_scripts.conversion.test_mixtures import logits, problems, written
 
 PATTERN = "M*-EM-"
 # Megatron-LM's arguments of the model in tests/tiny_transformers.py.
@@ -113,7 +112,7 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path):
     folder = original(tmp_path)
     pattern = "M*-|EM-/*E/*E"
     source = write_core(tmp_path, core_hybrid(folder), hybrid_layer_pattern=pattern)
-    made = convert(request(source, tmp_path)).ft_dir
+    made = written(source, tmp_path)
     assert folder_problems(made) == []
     assert_exact(logits(made), logits(folder))
     facts = describe(source)
@@ -122,15 +121,14 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path):
     )  # fmt: skip
     assert f"HybridModel, 6 layers: {pattern}" in facts["notes"]
     assert "model type nemotron_h" in " ".join(facts["can be"])
-    again = convert(request(made, tmp_path / "again")).ft_dir
+    again = written(made, tmp_path / "again")
     found, expected = read_tensors(again), read_tensors(folder)
     assert_equal_tensors(found, expected)
 
 
 def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path):
     source = write_core(tmp_path, core_hybrid(original(tmp_path)))
-    asked = dataclasses.replace(request(source, tmp_path), weight_data_type="bf16")
-    tensors = read_tensors(convert(asked).ft_dir)
+    tensors = read_tensors(written(source, tmp_path, weight_data_type="bf16"))
     wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
     root = "backbone.layers."
     assert wide == {f"{root}{n}.mixer.{own}" for n in (0, 4) for own in ("A_log", "D")} | {
@@ -159,7 +157,7 @@ def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path):
         source = write_nemo2(tmp_path / "run", state, stacked=False, **model | own)
         context = source / "context" / "model.yaml"
         context.write_text(context.read_text().replace("LlamaModel", "MambaModel"))
-    made = convert(request(source, tmp_path, allow=("tokenizer",))).ft_dir
+    made = written(source, tmp_path, allow=("tokenizer",))
     assert_exact(logits(made), logits(folder))
 
 
@@ -171,7 +169,7 @@ def test_a_tied_head_is_written(where: str, tmp_path):
     if where == "embedding":
         del tensors["output_layer.weight"]
     source = write_core(tmp_path, tensors, untie_embeddings_and_output_weights=False)
-    made = convert(request(source, tmp_path)).ft_dir
+    made = written(source, tmp_path)
     found = read_tensors(made)
     assert torch.equal(found["lm_head.weight"], found["backbone.embeddings.weight"])
     assert logits(made).shape[-1] == 53
@@ -212,11 +210,11 @@ def test_what_transformers_does_not_compute_is_refused_by_name(
     changes: Mapping[str, Any], words: str, tmp_path
 ):
     source = write_core(tmp_path, core_hybrid(original(tmp_path)), **changes)
-    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+    assert words in problems(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("changes", "written"),
+    ("changes", "expected"),
     [
         ({"hybrid_override_pattern": "MM*"}, {"hybrid_override_pattern": "MM*"}),
         ({"hybrid_override_pattern": "*-"}, {"intermediate_size": 56}),
@@ -227,12 +225,12 @@ def test_what_transformers_does_not_compute_is_refused_by_name(
     ids=str,
 )
 def test_settings_of_transformers_come_back(
-    changes: dict[str, Any], written: Mapping[str, Any], tmp_path
+    changes: dict[str, Any], expected: Mapping[str, Any], tmp_path
 ):
     folder = original(tmp_path, **changes)
-    made = convert(request(folder, tmp_path)).ft_dir
+    made = written(folder, tmp_path)
     config = read_json(made / "config.json")
-    assert written.items() <= config.items()
+    assert expected.items() <= config.items()
     assert_exact(logits(made), logits(folder))
 
 
@@ -248,5 +246,5 @@ def test_settings_that_change_the_function_are_refused_by_name(setting: str, val
     if setting == "hybrid_override_pattern":
         del config["layers_block_type"]
     write_json(file, config)
-    text = "\n".join(check_conversion(request(folder, tmp_path / "out")))
+    text = problems(folder, tmp_path / "out")
     assert f"{setting} = {value!r}" in text

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import convert
 from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
-from tests.conversions import converted
+from tests.conversions import converted, request_of
 from tests.looks import mentions
 from tests.tiny_t5 import ROOT, TinyT5, t5_config, t5_tensors, write_t5
 from tests.tiny_t5_tuning import (
@@ -70,8 +70,7 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path):
     for side in ("encoder", "decoder"):
         config[side]["layernorm_epsilon"] = 1e-5
     source = nemo(tmp_path, config=config)
-    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
-    summary = convert(request)
+    summary = convert(request_of(source, tmp_path / "out"))
     assert mentions(summary.remarks, "layer_norm_epsilon = 1e-05")
     reader = FTReader(summary.ft_dir)
     assert reader.config.architecture().layernorm_eps == 1e-5
