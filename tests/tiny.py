@@ -175,6 +175,17 @@ def write_tar(path: Path, members: Mapping[str, bytes], *, gzip: bool = False) -
     return path
 
 
+def write_archive(
+    path: Path, config: Mapping[str, Any], state: Any, members: Mapping[str, bytes] = {}
+) -> Path:
+    """Write an archive of NeMo with the state of a single rank."""
+    own = {
+        "model_config.yaml": json.dumps(config).encode(),  # JSON is YAML
+        "model_weights.ckpt": torch_bytes(state),
+    }
+    return write_tar(path, {**own, **members})
+
+
 def write_nemo(
     path: Path,
     tensors: Mapping[str, torch.Tensor] | None = None,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.tiny import torch_bytes, write_tar
+from tests.tiny import write_archive
 
 CORE: dict[str, Any] = {
     "mcore_gpt": True, "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56,
@@ -45,6 +44,4 @@ def core_state(*, fused_norms: bool = False, layers: int = 2) -> dict[str, torch
 
 
 def write_core(path: Path, state: dict[str, torch.Tensor], **changes: Any) -> Path:
-    settings = json.dumps(CORE | changes).encode()  # JSON is YAML
-    members = {"model_config.yaml": settings, "model_weights.ckpt": torch_bytes(state)}
-    return write_tar(path, members)
+    return write_archive(path, CORE | changes, state)

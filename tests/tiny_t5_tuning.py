@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import rank_folder, torch_bytes, write_tar
+from tests.tiny import rank_folder, torch_bytes, write_archive, write_tar
 from tests.tiny_t5 import PLAIN, ROOT, SIDES, Tensors, TinyT5, t5_states
 
 _SUBLAYER = {"key": "self_attention", "value": "self_attention", "mlp": "mlp"}
@@ -138,8 +138,4 @@ def write_prompts(path: Path, tables: Mapping[str, torch.Tensor], **data: Any) -
             f"prompt_table.{name}.prompt_embeddings.weight": table for name, table in tables.items()
         }
     }
-    members = {
-        "model_config.yaml": json.dumps(config).encode(),
-        "model_weights.ckpt": torch_bytes(state),
-    }
-    return write_tar(path, members)
+    return write_archive(path, config, state)

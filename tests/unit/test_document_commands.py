@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -17,7 +16,7 @@ from launcher_scripts.main import main
 from tests.conftest import ROOT, SAMPLE_MODEL
 from tests.documents import commands
 from tests.nvidia_repositories import add_nvidia_model
-from tests.tiny import nemo_config, torch_bytes, write_tar
+from tests.tiny import nemo_config, write_archive
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
 DOCUMENTS = [
@@ -69,11 +68,8 @@ def adapter(folder: Path, _shared: Path) -> Path:
         f"{layer}linear_out.weight": torch.zeros(768, 4),
     }
     settings = {"peft": {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": 4}}}
-    members = {
-        "model_config.yaml": json.dumps(nemo_config() | settings | {"tokenizer": None}).encode(),
-        "model_weights.ckpt": torch_bytes(factors),
-    }
-    return write_tar(folder / "math.nemo", members)
+    config = nemo_config() | settings | {"tokenizer": None}
+    return write_archive(folder / "math.nemo", config, factors)
 
 
 # Paths of the reader's, by the files that replace them here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,9 @@ from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
-from tests.tiny import gpt_tensors, torch_bytes, write_megatron, write_tar
+from tests.tiny import gpt_tensors, write_megatron
 from tests.tiny_distributed import megatron_common
-from tests.tiny_megatron_core import CORE, core_state, write_core
+from tests.tiny_megatron_core import core_state, write_core
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, write_bridge
 from tests.unit.export_scripts.checkpoints.test_distributed import (
     ARGS,
@@ -305,13 +304,10 @@ def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(state, tmp_path, acti
         for name in [name for name in tensors if "dense_h_to_4h" in name]:
             second = name.replace("dense_h_to_4h", "dense_h_to_4h_2")
             tensors[name], tensors[second] = tensors[name].chunk(2)
-    config = CORE | {"mcore_gpt": False, "num_layers": LAYERS, "activation": activation}
     own = {f"model.{name}": tensor.clone() for name, tensor in tensors.items()}
-    members = {
-        "model_config.yaml": json.dumps(config).encode(),
-        "model_weights.ckpt": torch_bytes(own),
-    }
-    source = write_tar(tmp_path / "model.nemo", members)
+    source = write_core(
+        tmp_path / "model.nemo", own, mcore_gpt=False, num_layers=LAYERS, activation=activation
+    )
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from tests.tiny import (
     TinyGPT,
     gpt_tensors,
     nemo_config,
-    torch_bytes,
+    write_archive,
     write_nemo,
-    write_tar,
 )
 from tests.tiny_distributed import write_distributed
-from tests.tiny_megatron_core import CORE, core_state, write_core
+from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_mixtures import core_mixture, with_stacked_experts
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, run_config, write_bridge
@@ -208,10 +206,8 @@ def test_adapters_of_single_projections(kind: str, tmp_path):
     fields = {}
     if kind == "nemo":
         lora = {"adapter_dim": RANK, "alpha": ALPHA, "variant": "canonical"}
-        own = CORE | {"peft": {"peft_scheme": "lora", "lora_tuning": lora}}
-        members = {"model_config.yaml": json.dumps(own).encode()}
-        members["model_weights.ckpt"] = torch_bytes(tensors)
-        adapter = write_tar(tmp_path / "lora.nemo", members)
+        section = {"peft_scheme": "lora", "lora_tuning": lora}
+        adapter = write_core(tmp_path / "lora.nemo", tensors, peft=section)
         base = write_core(tmp_path / "base.nemo", state)
         whole = write_core(tmp_path / "whole.nemo", summed)
     else:
@@ -251,11 +247,7 @@ def test_a_model_with_fused_projections_and_transposed_matrices(tmp_path):
         summed[name] = tensors[name] + up @ down
     peft_section = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": RANK}}
     settings = nemo_config(model) | {"peft": peft_section, "tokenizer": None}
-    members = {
-        "model_config.yaml": json.dumps(settings).encode(),
-        "model_weights.ckpt": torch_bytes(state),
-    }
-    adapter = write_tar(tmp_path / "lora.nemo", members)
+    adapter = write_archive(tmp_path / "lora.nemo", settings, state)
     base = write_nemo(tmp_path / "base.nemo", tensors, model)
     whole = write_nemo(tmp_path / "whole.nemo", summed, model)
     found = written(base, whole, tmp_path, adapter)

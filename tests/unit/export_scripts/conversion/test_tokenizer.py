@@ -26,7 +26,7 @@ from inference.backend.tokenizer import load_tokenizer
 from tests.conversions import folder_of, request_of, written
 from tests.folder_answers import OTHERS, answered
 from tests.looks import mentions
-from tests.tiny import tiktoken_list, torch_bytes, write_tar
+from tests.tiny import tiktoken_list, write_archive
 from tests.tiny_megatron_core import CORE, core_state
 from tests.tiny_transformers import write_model
 
@@ -84,15 +84,8 @@ def archive(path: Path, rows: int, tokenizer: Mapping[str, Any], **members: byte
         name: torch.randn(rows, value.shape[1]) if value.shape[0] == 53 else value
         for name, value in core_state().items()
     }
-    settings = CORE | {"tokenizer": tokenizer}
-    return write_tar(
-        path,
-        {
-            "model_config.yaml": json.dumps(settings).encode(),
-            "model_weights.ckpt": torch_bytes(weights),
-            **{name.replace("__", "."): data for name, data in members.items()},
-        },
-    )
+    named = {name.replace("__", "."): data for name, data in members.items()}
+    return write_archive(path, CORE | {"tokenizer": tokenizer}, weights, named)
 
 
 def spm_archive(path: Path, model: bytes, rows: int | None = None) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.conversions import converted, folder_of
-from tests.tiny import torch_bytes, write_tar
+from tests.tiny import write_archive
 from tests.tiny_t5 import PLAIN, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 from tests.tiny_transformers import write_model
@@ -25,11 +24,7 @@ def write_prompts(path: Path, **tables: torch.Tensor) -> Path:
         ]
     }
     weights = {f"prompt_table.{n}.prompt_embeddings.weight": rows for n, rows in tables.items()}
-    members = {
-        "model_config.yaml": json.dumps(config).encode(),  # JSON is YAML
-        "model_weights.ckpt": torch_bytes(weights),
-    }
-    return write_tar(path, members)
+    return write_archive(path, config, weights)
 
 
 @pytest.mark.parametrize(
