@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.ft_folders import OpenedFolder
 
@@ -34,3 +36,12 @@ def remarks_of(source: Path, output: Path, **fields: Any) -> str:
 def problems_of(source: Path, output: Path, **fields: Any) -> str:
     """Return the problems of a conversion, a line each."""
     return "\n".join(check_conversion(request_of(source, output, **fields)))
+
+
+def refusal(source: Path, folder: Path, **fields: Any) -> str:
+    """Return the message with which a conversion ends; nothing may be left behind."""
+    output = folder / "out"
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
+        convert(request_of(source, output, **fields))
+    assert not output.exists() or list(output.iterdir()) == []
+    return str(caught.value)

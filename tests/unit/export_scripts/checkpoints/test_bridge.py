@@ -15,7 +15,7 @@ from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
-from tests.conversions import folder_of
+from tests.conversions import folder_of, refusal
 from tests.json_files import write_json
 from tests.looks import assert_exact
 from tests.tiny import tiktoken_list
@@ -25,7 +25,6 @@ from tests.unit.export_scripts.checkpoints.test_distributed import (
     classic,
     contents,
     converted,
-    refusal,
     state,
     write,
 )

@@ -20,7 +20,7 @@ from export_scripts.checkpoints import open_checkpoint
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
-from tests.conversions import folder_of
+from tests.conversions import folder_of, refusal
 from tests.json_files import write_json
 from tests.tiny import write_tar
 from tests.tiny_distributed import megatron_common, sharded, write_distributed, write_state
@@ -116,15 +116,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def classic(state: Tensors, tmp_path: Path, tp_size: int = 1) -> dict[str, bytes]:
     source = write_core(tmp_path / "classic.nemo", {f"model.{n}": t for n, t in state.items()})
     return contents(converted(source, tmp_path / "classic", tp_size))
-
-
-def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
-    """Return why a checkpoint is refused; nothing may be left behind."""
-    out = tmp_path / "out"
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
-        converted(source, out, **fields)
-    assert not out.exists() or list(out.iterdir()) == []
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
+from tests.conversions import refusal
 from tests.tiny import gpt_tensors, write_megatron
 from tests.tiny_distributed import megatron_common
 from tests.tiny_megatron_core import core_state, write_core
@@ -29,7 +30,6 @@ from tests.unit.export_scripts.checkpoints.test_distributed import (
     Tensors,
     contents,
     converted,
-    refusal,
     write,
 )
 

@@ -104,12 +104,14 @@ def test_a_file_inside_a_tar_is_read_in_place(tmp_path):
     assert torch.equal(loaded(stored), torch.arange(1000.0))
 
 
-class Evil:
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.call = function, args
+class Reduced:
+    """An object that is pickled as a call of a function, and a state that it is given."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
 
     def __reduce__(self) -> Any:
-        return self.call
+        return self.parts
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -130,7 +132,7 @@ def test_a_pickle_that_names_a_function_is_refused_by_name(
 ):
     filled = tuple(a.format(tmp_path) if isinstance(a, str) else a for a in args)
     path = save(
-        tmp_path / "x.pt", {"w": torch.ones(1), "e": Evil(function, *filled)}, legacy=legacy
+        tmp_path / "x.pt", {"w": torch.ones(1), "e": Reduced(function, filled)}, legacy=legacy
     )
     with pytest.raises(CheckpointMismatchError, match="is refused: its pickle names") as caught:
         read_torch_file(path)
@@ -152,32 +154,18 @@ def test_random_states_and_enums_of_a_training_run_do_no_harm(tmp_path):
     assert torch.equal(loaded(tree["rng"][0]["torch"]), torch.get_rng_state())
 
 
-class Paired:
-    """An object whose state is a pair of values, which is not (attributes, slots)."""
-
-    def __reduce__(self) -> Any:
-        return datetime.timedelta, (), (1, 2)
-
-
 def test_an_object_with_a_pair_for_its_state_does_no_harm(tmp_path):
-    path = save(tmp_path / "x.pt", {"w": torch.ones(2), "pair": Paired()})
+    """A pair of values, which is not (attributes, slots)."""
+    pair = Reduced(datetime.timedelta, (), (1, 2))
+    path = save(tmp_path / "x.pt", {"w": torch.ones(2), "pair": pair})
     assert torch.equal(loaded(read_torch_file(path)["w"]), torch.ones(2))
 
 
-class Slotted:
-    """An object whose state is (attributes, slots)."""
-
-    def __init__(self, attributes: Any, slots: Any) -> None:
-        self.state = attributes, slots
-
-    def __reduce__(self) -> Any:
-        return datetime.timedelta, (), self.state
-
-
 def test_objects_with_slots_keep_their_own_values(tmp_path):
+    """Their state is (attributes, slots)."""
     value = {
-        "slots": [Slotted(None, {"x": i}) for i in range(4)],
-        "both": [Slotted({"a": i}, {"x": i}) for i in range(4)],
+        "slots": [Reduced(datetime.timedelta, (), (None, {"x": i})) for i in range(4)],
+        "both": [Reduced(datetime.timedelta, (), ({"a": i}, {"x": i})) for i in range(4)],
     }
     tree = read_torch_file(save(tmp_path / "x.pt", value))
     assert tree["slots"] == [{"x": i} for i in range(4)]
@@ -209,7 +197,7 @@ def test_a_pickle_that_changes_our_own_objects_is_refused(tmp_path, target: byte
 
 def test_framework_functions_are_named_but_never_run(tmp_path):
     """torch.load of another file, or numpy's, is data like any other object of a framework."""
-    path = save(tmp_path / "x.pt", {"e": Evil(torch.save, {"a": 1}, str(tmp_path / "ran"))})
+    path = save(tmp_path / "x.pt", {"e": Reduced(torch.save, ({"a": 1}, str(tmp_path / "ran")))})
     read_torch_file(path)
     assert not (tmp_path / "ran").exists()
 
@@ -271,7 +259,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path):
 
     pickler = StoragePickler(pickled, protocol=2)
     rebuild = torch._utils._rebuild_tensor_v2
-    pickler.dump(Evil(rebuild, "S", 2, (3,), (1,), False, collections.OrderedDict()))
+    pickler.dump(Reduced(rebuild, ("S", 2, (3,), (1,), False, collections.OrderedDict())))
     path = zip_with(tmp_path / "x.pt", pickled.getvalue(), _0=bytes(16))
     with pytest.raises(CheckpointMismatchError, match="reaches beyond its storage"):
         read_torch_file(path)

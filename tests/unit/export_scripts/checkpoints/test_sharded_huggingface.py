@@ -32,13 +32,13 @@ from export_scripts.conversion.convert import check_conversion, convert
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
-from tests.conversions import folder_of, request_of, written
+from tests.conversions import folder_of, refusal, request_of, written
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny_distributed import sharded, write_state
 from tests.tiny_huggingface import assert_equal_tensors, read_tensors
 from tests.tiny_transformers import model_of, write_model
-from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents, refusal
+from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents
 from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
 
 GIVEN = (("start_id", "1"), ("end_id", "2"))

@@ -20,7 +20,7 @@ from export_scripts.checkpoints.quantized import known_settings
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.conversion.lora import peft_problems
 from foundations.errors import CheckpointMismatchError
-from tests.conversions import folder_of
+from tests.conversions import folder_of, refusal
 from tests.json_files import read_json, write_json
 from tests.looks import mentions
 from tests.tiny import (
@@ -60,11 +60,8 @@ def assert_same(found: Any, expected: Any, kind: str = "fp32") -> None:
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-6)
 
 
-def refusal(source: Path, out: Path, *lora: Path) -> str:
-    with pytest.raises(CheckpointMismatchError) as caught:
-        shards(source, out, *lora)
-    assert not out.exists() or list(out.iterdir()) == []
-    return str(caught.value)
+def refused(source: Path, folder: Path, *lora: Path) -> str:
+    return refusal(source, folder, tp_size=2, lora_checkpoints=lora)
 
 
 def write_peft(folder: Path, base: Path, **settings: Any) -> Path:
@@ -157,11 +154,11 @@ def test_an_adapter_without_its_model_is_named_as_an_adapter(base, tmp_path):
     whole = shutil.copytree(run, tmp_path / "whole")
     state = {name: each for name, each in tuned_in_place(base, adapter).items() if "lora_" in name}
     torch.save(state, run / "model_world_size_1_rank_0.pt")
-    assert "is an adapter without its model" in refusal(run, tmp_path / "refused")
-    assert "no adapter_config.json, which states" in refusal(base, tmp_path / "refused", run)
+    assert "is an adapter without its model" in refused(run, tmp_path)
+    assert "no adapter_config.json, which states" in refused(base, tmp_path, run)
     (run / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 7}')
     torch.save({"model.norm.weight": torch.ones(3)}, whole / "model_world_size_1_rank_0.pt")
-    assert "holds norm.weight, no factors of LoRA" in refusal(base, tmp_path / "no", whole)
+    assert "holds norm.weight, no factors of LoRA" in refused(base, tmp_path, whole)
     merged = merge_by_peft(base, tmp_path / "merged", adapter)
     assert_same(shards(base, tmp_path / "out", run), shards(merged, tmp_path / "expected"))
 
@@ -283,7 +280,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
     changes: dict[str, Any], named: str, base, adapter, tmp_path
 ):
     edit(adapter, **changes)
-    assert named in refusal(base, tmp_path / "out", adapter)
+    assert named in refused(base, tmp_path, adapter)
 
 
 def test_adapters_of_other_models_are_refused_all_at_once(base, tmp_path):
@@ -292,7 +289,7 @@ def test_adapters_of_other_models_are_refused_all_at_once(base, tmp_path):
     first = write_peft(tmp_path / "first", wide, r=4, target_modules=["up_proj"])
     second = write_peft(tmp_path / "second", other, r=4, target_modules=["c_attn"])
     dora = write_peft(tmp_path / "dora", wide, r=4, target_modules=["up_proj"], use_dora=True)
-    text = refusal(base, tmp_path / "out", first, second, dora)
+    text = refused(base, tmp_path, first, second, dora)
     assert f"{dora}: model.layers.0.mlp.up_proj.weight is [56, 24]" in text
     assert "up_proj.weight is [56, 24], the adapter's factors are [4, 24] and [48, 4]" in text
     assert "c_attn.weight" in text
@@ -304,16 +301,16 @@ def test_factors_that_are_damaged_are_refused(base, adapter, tmp_path):
     whole = load_file(file)
     name = next(key for key in whole if key.endswith("lora_A.weight"))
     save_file({key: tensor for key, tensor in whole.items() if key != name}, file)
-    assert "expected each of A, B" in refusal(base, tmp_path / "out", adapter)
+    assert "expected each of A, B" in refused(base, tmp_path, adapter)
     save_file(whole | {name: torch.full_like(whole[name], float("nan"))}, file)
-    assert "not a number" in refusal(base, tmp_path / "out", adapter)
+    assert "not a number" in refused(base, tmp_path, adapter)
     file.write_bytes(file.read_bytes()[:-7])
-    assert "truncated" in refusal(base, tmp_path / "out", adapter)
+    assert "truncated" in refused(base, tmp_path, adapter)
     file.unlink()
-    assert "has no weights" in refusal(base, tmp_path / "out", adapter)
+    assert "has no weights" in refused(base, tmp_path, adapter)
     torch.save(whole, adapter / "adapter_model.bin")
     (adapter / "mixlora_model.safetensors").touch()
-    assert "a mixture of LoRA experts" in refusal(base, tmp_path / "out", adapter)
+    assert "a mixture of LoRA experts" in refused(base, tmp_path, adapter)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +345,7 @@ def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
     adapter = tmp_path / "epoch_0" / "model"
     (adapter / "adapter_model.pt").unlink()
     if use_dora or kind == "qwen2":
-        assert "copy its adapter_model.pt" in refusal(base, tmp_path / "refused", adapter)
+        assert "copy its adapter_model.pt" in refused(base, tmp_path / "refused", adapter)
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(ValueError, match=r"lacks adapter_config\.json, which states"):
         shards(base, tmp_path / "refused", adapter)
@@ -375,13 +372,13 @@ def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(base, adap
         for key, tensor in whole.items()
     }
     save_file(whole | wrapped, file)
-    text = refusal(base, tmp_path / "out", adapter)
+    text = refused(base, tmp_path, adapter)
     assert "changes model.layers.0.self_attn.q_proj.weight twice" in text
     assert "changes model.layers.1.self_attn.q_proj.weight twice" in text
     name = next(key for key in whole if key.endswith("lora_A.weight"))
     again = name.replace("lora_A.weight", "lora_A.default.weight")
     save_file(whole | {again: whole[name] * 2}, file)
-    text = refusal(base, tmp_path / "out", adapter)
+    text = refused(base, tmp_path, adapter)
     assert str(file) in text
     assert f"{again} and {name}" in text or f"{name} and {again}" in text
 
@@ -399,7 +396,7 @@ def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
 ):
     base = write_model("gpt2", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, **settings)
-    assert "save the model with a separate head" in refusal(base, tmp_path / "out", adapter)
+    assert "save the model with a separate head" in refused(base, tmp_path, adapter)
     head = read_tensors(base)["transformer.wte.weight"]
     config, tensors = {"tie_word_embeddings": False}, {"lm_head.weight": head}
     apart = copy_of(base, tmp_path / "apart", config=config, tensors=tensors)
@@ -515,9 +512,9 @@ def test_distributed_adapters_of_other_kinds_are_refused(write: Callable[..., Pa
     factors = all_factors("")
     base = write_bridge(tmp_path / "base", state)
     adapter = write(tmp_path / "iter_0000003", factors)
-    assert "is an adapter" in refusal(adapter, tmp_path / "out")
+    assert "is an adapter" in refused(adapter, tmp_path)
     odd = write(tmp_path / "odd", factors, _target_="megatron.bridge.peft.dora.DoRA", alpha="x")
-    text = refusal(base, tmp_path / "out", odd)
+    text = refused(base, tmp_path, odd)
     assert "is trained with DoRA" in text
     assert "alpha = 'x' is not a number" in text
 
@@ -527,5 +524,5 @@ def test_nemo_s_other_schemes_are_refused(tmp_path):
     adapter = write_nemo_adapter(
         tmp_path / "lora.nemo", all_factors(), tp=1, pp=1, weight_tying=True
     )
-    assert "weight_tying" in refusal(base, tmp_path / "out", adapter)
-    assert "no factors of LoRA" in refusal(base, tmp_path / "out", base)
+    assert "weight_tying" in refused(base, tmp_path, adapter)
+    assert "no factors of LoRA" in refused(base, tmp_path, base)

@@ -19,20 +19,11 @@ from export_scripts.checkpoints.base import Region
 from export_scripts.checkpoints.tokenizers import check_outside_files
 from export_scripts.conversion.request import OPTION_NAMES
 from foundations.errors import CheckpointMismatchError
-from tests.conversions import folder_of, problems_of
+from tests.conversions import folder_of, problems_of, refusal
 from tests.json_files import read_json, write_json
 from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
 
 QKV = NEMO + "encoder.layers.1.self_attention.query_key_value.weight"
-
-
-def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
-    """Return the message with which a conversion ends; nothing may be left behind."""
-    output = tmp_path / "out"
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
-        folder_of(source, output, **fields)
-    assert not output.exists() or list(output.iterdir()) == []
-    return str(caught.value)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from export_scripts.ft.config_ini import parse_ini
-from tests.conversions import converted, remarks_of
+from tests.conversions import converted, refusal, remarks_of
 from tests.tiny_huggingface import copy_of, read_tensors
 
 SHARED_KEY = "shared.weight"
@@ -22,12 +22,6 @@ def tied(shared: Path) -> Path:
 @pytest.fixture
 def untied(shared: Path) -> Path:
     return shared / "golden/t5/v1_1_gated_gelu_untied/source"
-
-
-def refusal(source: Path, tmp_path: Path, **fields: object) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
-        converted(source, tmp_path / "out", **fields)
-    return str(caught.value)
 
 
 def test_the_embedding_is_found_under_its_other_names(tied, tmp_path):

@@ -13,7 +13,7 @@ from export_scripts.conversion.convert import convert
 from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
-from tests.conversions import converted, request_of
+from tests.conversions import converted, refusal, request_of
 from tests.looks import mentions
 from tests.tiny_t5 import ROOT, TinyT5, t5_config, t5_tensors, write_t5
 from tests.tiny_t5_tuning import (
@@ -26,14 +26,6 @@ from tests.tiny_t5_tuning import (
 
 MODEL = TinyT5()
 EMBEDDING = ROOT + "encoder_embedding.word_embeddings.weight"
-
-
-def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
-        converted(source, tmp_path, **fields)
-    output = tmp_path / "out"
-    assert not output.exists() or list(output.iterdir()) == []
-    return str(caught.value)
 
 
 def nemo(tmp_path: Path, model: TinyT5 = MODEL, **layout: Any) -> Path:
