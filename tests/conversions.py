@@ -38,6 +38,10 @@ def problems_of(source: Path, output: Path, **fields: Any) -> str:
     return "\n".join(check_conversion(request_of(source, output, **fields)))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def refusal(source: Path, folder: Path, **fields: Any) -> str:
     """Return the message with which a conversion ends; nothing may be left behind."""
     output = folder / "out"

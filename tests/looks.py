@@ -11,7 +11,8 @@ def mentions(texts: Iterable[str], words: str) -> bool:
     return any(words in text for text in texts)
 
 
-def assert_exact(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_exact(found: Any, expected: Any) -> None:
+    """Compare two tensors, or tensors by name, to the bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -34,10 +34,16 @@ def copy_of(
     return target
 
 
-def assert_equal_tensors(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+def renamed(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return tensors with each of these parts of their names replaced, one after the other."""
+    out = {}
+    for name, tensor in tensors.items():
+        for before, after in names.items():
+            name = name.replace(before, after)
+        out[name] = tensor
+    return out
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from export_scripts.checkpoints import open_checkpoint
-from tests.conversions import folder_of
+from tests.conversions import contents, folder_of
 from tests.json_files import read_json
 from tests.looks import relative_error
 from tests.megatron_core_checkpoints import Save, save_all
@@ -58,10 +58,6 @@ def archive(shared: Path, name: str) -> Path:
 
 def converted(source: Path, out: Path, tp_size: int) -> Path:
     return folder_of(source, out, tp_size=tp_size)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", SAVES)

@@ -15,7 +15,7 @@ from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.ft.reader import FTReader
 from foundations.errors import CheckpointMismatchError
 from inference.backend.tokenizer import load_tokenizer
-from tests.conversions import folder_of, refusal
+from tests.conversions import contents, folder_of, refusal
 from tests.json_files import write_json
 from tests.looks import assert_exact
 from tests.tiny import tiktoken_list
@@ -23,7 +23,6 @@ from tests.tiny_distributed import write_distributed
 from tests.unit.export_scripts.checkpoints.test_distributed import (
     Tensors,
     classic,
-    contents,
     converted,
     state,
     write,

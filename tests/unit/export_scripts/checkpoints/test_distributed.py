@@ -20,7 +20,7 @@ from export_scripts.checkpoints import open_checkpoint
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
-from tests.conversions import folder_of, refusal
+from tests.conversions import contents, folder_of, refusal
 from tests.json_files import write_json
 from tests.tiny import write_tar
 from tests.tiny_distributed import megatron_common, sharded, write_distributed, write_state
@@ -107,10 +107,6 @@ def write(
 
 def converted(source: Path, out: Path, tp_size: int = 1, **fields: Any) -> Path:
     return folder_of(source, out, tp_size=tp_size, **fields)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def classic(state: Tensors, tmp_path: Path, tp_size: int = 1) -> dict[str, bytes]:

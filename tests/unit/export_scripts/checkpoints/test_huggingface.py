@@ -16,7 +16,7 @@ from export_scripts.checkpoints import open_checkpoint
 from foundations.errors import CheckpointMismatchError
 from tests.arrays import loaded
 from tests.json_files import write_json
-from tests.tiny_huggingface import assert_equal_tensors
+from tests.looks import assert_exact
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.ones(5, dtype=torch.bfloat16)}
 
@@ -55,7 +55,7 @@ def test_single_and_indexed_files_read_alike(tmp_path, suffix: str, indexed: boo
         }
         files |= {f"{stem}.{suffix}.index.json": index_of(files)}
     found = values(folder(tmp_path / "m", files))
-    assert_equal_tensors(found, TENSORS)
+    assert_exact(found, TENSORS)
 
 
 def test_safetensors_is_preferred(tmp_path):

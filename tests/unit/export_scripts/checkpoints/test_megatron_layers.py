@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,16 @@ from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
-from tests.conversions import refusal
+from tests.conversions import contents, refusal
 from tests.tiny import gpt_tensors, write_megatron
 from tests.tiny_distributed import megatron_common
+from tests.tiny_huggingface import renamed
 from tests.tiny_megatron_core import core_state, write_core
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, write_bridge
 from tests.unit.export_scripts.checkpoints.test_distributed import (
     ARGS,
     CUTS,
     Tensors,
-    contents,
     converted,
     write,
 )
@@ -277,21 +277,12 @@ LEGACY = {
 }  # fmt: skip
 
 
-def legacy(state: Tensors, changes: Mapping[str, str]) -> Tensors:
-    out = {}
-    for name, tensor in state.items():
-        for core, before in changes.items():
-            name = name.replace(core, before)
-        out[name] = tensor
-    return out
-
-
 @pytest.mark.parametrize("norm", ["layernorm", "norm"])
 def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path, norm: str):
     source = write_parts(tmp_path / "run", state, (2, 2), 2)
     for file in source.glob("*/*.pt"):
         content = torch.load(file, weights_only=False)
-        content["model"] = legacy(content.pop("model0"), LEGACY | {"layernorm": norm})
+        content["model"] = renamed(content.pop("model0"), LEGACY | {"layernorm": norm})
         torch.save(content, file)
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
 
@@ -299,7 +290,7 @@ def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path,
 @pytest.mark.parametrize("activation", ["fast-swiglu", "swiglu"])
 def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(state, tmp_path, activation: str):
     """Only one of its spellings of a gate keeps both halves in one tensor."""
-    tensors = legacy(state, LEGACY)
+    tensors = renamed(state, LEGACY)
     if activation == "swiglu":
         for name in [name for name in tensors if "dense_h_to_4h" in name]:
             second = name.replace("dense_h_to_4h", "dense_h_to_4h_2")
@@ -317,7 +308,7 @@ def test_rows_of_an_older_order_are_refused_with_rotary_positions(state, tmp_pat
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     content = {
         "args": argparse.Namespace(**SIZES | sizes), "checkpoint_version": 1.0,
-        "model": legacy(state, LEGACY),
+        "model": renamed(state, LEGACY),
     }  # fmt: skip
     torch.save(content, folder / "model_optim_rng.pt")
     assert "'checkpoint_version': 1.0" in refusal(folder.parent, tmp_path)

@@ -19,7 +19,7 @@ from tests.conversions import folder_of, problems_of, request_of, written
 from tests.engine_logits import prompt_logits
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
-from tests.tiny_huggingface import assert_equal_tensors, copy_of, read_tensors
+from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_transformers import write_model
 
 Tensors = dict[str, torch.Tensor]
@@ -236,7 +236,7 @@ def test_weights_are_widened_by_the_library_s_formula(form: str, kind: str, orig
     found = read_tensors(folder)
     if kind == "bf16":
         expected = {key: value.bfloat16() for key, value in expected.items()}
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 def test_transformers_computes_the_same_of_block_scaled_weights(original, tmp_path):
@@ -258,14 +258,14 @@ def test_modelopt_may_state_its_form_in_a_file_of_its_own(original, tmp_path):
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     write_json(source / "hf_quant_config.json", stated)
     found = read_tensors(written(source, tmp_path))
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 def test_shards_are_made_of_quantised_folders(original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", "awq")
     shards = folder_of(source, tmp_path, tp_size=2)
     found = read_tensors(written(shards, tmp_path))
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt")
@@ -286,7 +286,7 @@ def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original, tmp_path):
     wide = torch.cat([reader.read(name, rank) for rank in range(tp_size)])
     assert torch.equal(wide, expected[key].T)
     found = read_tensors(written(shards, tmp_path))
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 def test_an_engine_computes_the_same_of_kept_fp8_and_of_widened(original, tmp_path):

@@ -32,13 +32,13 @@ from export_scripts.conversion.convert import check_conversion, convert
 from export_scripts.inspect import describe
 from foundations.errors import CheckpointMismatchError
 from tests.conftest import ROOT
-from tests.conversions import folder_of, refusal, request_of, written
+from tests.conversions import contents, folder_of, refusal, request_of, written
 from tests.json_files import read_json, write_json
-from tests.looks import mentions
+from tests.looks import assert_exact, mentions
 from tests.tiny_distributed import sharded, write_state
-from tests.tiny_huggingface import assert_equal_tensors, read_tensors
+from tests.tiny_huggingface import read_tensors, renamed
 from tests.tiny_transformers import model_of, write_model
-from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents
+from tests.unit.export_scripts.checkpoints.test_distributed import Tensors
 from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
 
 GIVEN = (("start_id", "1"), ("end_id", "2"))
@@ -336,7 +336,7 @@ def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path):
     copy_settings(model, folder)
     request = request_of(folder, tmp_path / "out", output_format="huggingface")
     found = read_tensors(convert(request).ft_dir)
-    assert_equal_tensors(found, whole)
+    assert_exact(found, whole)
     biased = tmp_path / "step-6"
     save_alone(biased, {**state, "layers.0.moe.expert_bias_E": torch.ones(6)})
     copy_settings(model, biased)
@@ -399,15 +399,6 @@ OLMO = {
     "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
     "post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "feed_forward_norm",
 }  # fmt: skip
-
-
-def renamed(tensors: Tensors, names: dict[str, str]) -> Tensors:
-    out = {}
-    for name, tensor in tensors.items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        out[name] = tensor
-    return out
 
 
 @pytest.mark.parametrize(("kind", "form"), [("llama", "distributed"), ("qwen2", "whole")])
@@ -617,7 +608,7 @@ def test_two_dimensions_of_a_mesh_may_cut_one_axis(model, tmp_path):
     whole = read_tensors(model)
     found = rank_tensors(write_two_dimensions(tmp_path / "actor", whole))
     loaded = {name: torch.from_numpy(each.load(FileMaps())) for name, each in found.items()}
-    assert_equal_tensors(loaded, whole)
+    assert_exact(loaded, whole)
     strided, odd = _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)
     for number, (cuts, words) in enumerate(
         (
@@ -676,7 +667,7 @@ def test_experts_of_stage_3_are_read_one_by_one(tmp_path):
         )
     ]  # fmt: skip
     whole, again = map(read_tensors, made)
-    assert_equal_tensors(whole, again)
+    assert_exact(whole, again)
 
 
 # prime-rl, trainer/models/glm4_moe/converting_glm4_moe.py.
@@ -742,7 +733,7 @@ def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
         )
         for name, source in (("expected", model), ("out", run))
     )
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -969,7 +960,7 @@ def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_pat
     folder = written(source, tmp_path / "out", model_config=model)
     expected = read_tensors(model)
     found = read_tensors(folder)
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
     settings = [read_json(each / "config.json") for each in (model, folder)]
     both = settings[0].keys() & settings[1].keys() - {"dtype", "transformers_version"}
     assert {key: settings[0][key] for key in both} == {key: settings[1][key] for key in both}

@@ -26,6 +26,7 @@ from export_scripts.ft.writer import FTWriter, WorkPaths
 from foundations.errors import CheckpointMismatchError
 from foundations.files.disk import full_disk
 from foundations.files.lock import folder_lock
+from tests.conversions import contents
 from tests.json_files import read_json
 from tests.tiny import TinyGPT, gpt_tensors, write_nemo
 
@@ -37,10 +38,6 @@ KILLS = 20  # times 100 in `make soak`
 def request(source: Path, output_dir: Path, **fields: Any) -> ConversionRequest:
     values: dict[str, Any] = {"tp_size": 3, "weight_data_type": "fp16", "processes": 2} | fields
     return ConversionRequest(checkpoint_path=source, output_dir=output_dir, **values)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")

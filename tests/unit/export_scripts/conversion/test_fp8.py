@@ -25,7 +25,6 @@ from inference.certify.options import CertifySection
 from tests.conversions import folder_of
 from tests.json_files import read_json
 from tests.looks import assert_exact, mentions
-from tests.tiny_huggingface import assert_equal_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits
 
@@ -120,7 +119,7 @@ def test_the_source_may_be_of_any_form(tmp_path):
         load_file(convert(request(each, tmp_path / each.name, "block")).ft_dir / WEIGHTS_NAME)
         for each in (shards, base)
     )
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 def test_files_of_any_size_hold_values_with_their_scales(tmp_path):
@@ -134,7 +133,7 @@ def test_files_of_any_size_hold_values_with_their_scales(tmp_path):
         for folder in folders
     )
     assert len([*folders[1].glob("*.safetensors")]) > 2
-    assert_equal_tensors(whole, several)
+    assert_exact(whole, several)
     assert whole["model.layers.0.mlp.gate.weight"].dtype == torch.float32
     expert = whole["model.layers.0.mlp.experts.0.up_proj.weight"]
     assert expert.dtype == torch.float8_e4m3fn

@@ -17,7 +17,7 @@ from export_scripts.ft.validation import read_manifest
 from tests.conversions import problems_of, request_of
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact, mentions
-from tests.tiny_huggingface import assert_equal_tensors, read_tensors
+from tests.tiny_huggingface import read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.conversion.test_mixtures import logits, problems, written
 
@@ -67,7 +67,7 @@ MXFP4: Mapping[str, Any] = {
 def test_the_folder_has_the_bytes_of_its_source(plain, tmp_path):
     folder = written(plain, tmp_path)
     mine, theirs = read_tensors(folder), read_tensors(plain)
-    assert_equal_tensors(mine, theirs)
+    assert_exact(mine, theirs)
     assert folder_problems(folder) == []
     assert_exact(logits(folder), logits(plain))
     made = read_manifest(folder)["tensors"][f"{FIRST}gate_up_proj"]

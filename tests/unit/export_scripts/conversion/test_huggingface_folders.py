@@ -13,7 +13,6 @@ import torch
 
 from export_scripts.conversion import sharding, write
 from export_scripts.conversion.convert import (
-    ConversionRequest,
     check_conversion,
     convert,
     folder_problems,
@@ -22,9 +21,9 @@ from export_scripts.families.mapping import sources
 from inference.certify.certificate import Certificate
 from inference.certify.certify import certify
 from inference.certify.options import CertifySection
-from tests.conversions import folder_of, written
+from tests.conversions import folder_of, problems_of, refusal, request_of, written
 from tests.json_files import read_json
-from tests.looks import mentions
+from tests.looks import assert_exact, mentions
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -32,9 +31,10 @@ from tests.tiny import (
     write_nemo,
 )
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import assert_equal_tensors, copy_of, read_tensors
+from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_transformers import MODELS, write_model
+from tests.unit.export_scripts.checkpoints.test_distributed import ARGS
 
 # A family's names of its sizes: heads, size of a head, MLP, layers, vocabulary.
 GPT2 = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size")
@@ -226,15 +226,10 @@ def test_settings_that_no_model_has_are_refused_and_leave_nothing(
     settings_: dict[str, str], words: str, tmp_path
 ):
     shards = folder_of(write_model("gpt2", tmp_path / "original"), tmp_path)
-    request = ConversionRequest(
-        edited(shards, settings_), tmp_path / "out", 1, "fp32", output_format="huggingface"
-    )
-    problems = check_conversion(request)
-    assert mentions(problems, words), problems
-    assert "has no equal in Hugging Face" in problems[-1]
-    with pytest.raises(ValueError, match="has no equal in Hugging Face"):
-        convert(request)
-    assert not list(tmp_path.glob("out/*"))
+    text = refusal(edited(shards, settings_), tmp_path, output_format="huggingface")
+    assert words in text
+    assert "has no equal in Hugging Face" in text
+    assert words in problems_of(shards, tmp_path / "out", output_format="huggingface")
 
 
 def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path):
@@ -265,9 +260,8 @@ def test_the_folder_is_validated_against_its_manifest(tmp_path):
 
 def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path):
     source = write_model("gpt2", tmp_path / "original")
-    request = ConversionRequest(
-        source, tmp_path, 1, weight_data_type="fp16", output_format="huggingface"
-    )
+    fields = {"weight_data_type": "fp16", "output_format": "huggingface"}
+    request = request_of(source, tmp_path, **fields)
     assert not convert(request).already_done
     assert convert(request).already_done
     with pytest.raises(ValueError, match="holds another conversion"):
@@ -316,22 +310,13 @@ def assert_equal(certificate: Certificate) -> None:
     assert max(row["relative"] for row in parts["layers"].rows) < 1e-5
 
 
-ARGS = {
-    "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
-    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8,
-    "max_position_embeddings": 40, "norm_epsilon": 1e-5, "normalization": "RMSNorm",
-    "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True, "rotary_base": 500000,
-}  # fmt: skip
-
-
 def megatron_forms(folder: Path) -> dict[str, Path]:
     """Return the four forms in which Megatron's checkpoints come, of one GPT and of one Llama."""
     gpt = gpt_tensors(TinyGPT())
     torch.manual_seed(3)
     state = core_state()
     bare = {name.removeprefix("model."): value for name, value in state.items()}
-    common = megatron_common(**ARGS)
+    common = megatron_common(**ARGS, rotary_base=500000)
     return {
         "nemo": write_nemo(folder / "gpt.nemo", gpt, tp=2, pp=2),
         "megatron": write_megatron(folder / "megatron", gpt, tp=2, pp=1),
@@ -414,7 +399,7 @@ def test_a_head_that_begins_in_a_chunk_ends_in_it(tmp_path, monkeypatch):
 
 def test_an_interrupted_folder_is_continued(tmp_path, monkeypatch):
     source = write_model("gptj", tmp_path / "original")
-    options = {"max_shard_bytes": 20_000, "processes": 1}
+    options: dict[str, Any] = {"max_shard_bytes": 20_000, "processes": 1}
     expected = tensors_of(written(source, tmp_path / "whole", **options))
     calls = iter(range(15))
 
@@ -429,10 +414,8 @@ def test_an_interrupted_folder_is_continued(tmp_path, monkeypatch):
     assert not (tmp_path / "huggingface").exists()
     done = len(list((tmp_path / ".huggingface.partial").glob("*.safetensors")))
     monkeypatch.undo()
-    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | options
-    request = ConversionRequest(source, tmp_path, output_format="huggingface", **values)
-    summary = convert(request)
+    summary = convert(request_of(source, tmp_path, output_format="huggingface", **options))
     assert done > 0
     assert summary.written_bytes < sum(f.stat().st_size for f in summary.ft_dir.glob("*.safe*"))
     found = tensors_of(summary.ft_dir)
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)

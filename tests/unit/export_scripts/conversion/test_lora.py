@@ -29,13 +29,12 @@ from tests.tiny import (
     write_tar,
 )
 from tests.tiny_distributed import write_distributed
-from tests.tiny_huggingface import copy_of, read_tensors
+from tests.tiny_huggingface import copy_of, read_tensors, renamed
 from tests.tiny_megatron_core import CORE, core_state, write_core
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, run_config, write_bridge
 from tests.unit.export_scripts.checkpoints.test_sharded_huggingface import (
     TUNE,
-    renamed,
     turned_rows,
 )
 

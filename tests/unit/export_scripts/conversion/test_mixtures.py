@@ -19,7 +19,7 @@ from tests.conversions import folder_of, problems_of, remarks_of
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import assert_equal_tensors, read_tensors
+from tests.tiny_huggingface import read_tensors, renamed
 from tests.tiny_megatron_core import write_core
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
 from tests.tiny_transformers import (
@@ -138,7 +138,7 @@ def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path):
     for source, settings in (("memory", None), ("trainer", tmp_path / "files")):
         folder = written(tmp_path / source, tmp_path / f"{source}-out", model_config=settings)
         found = read_tensors(folder)
-        assert_equal_tensors(found, expected)
+        assert_exact(found, expected)
 
 
 def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path):
@@ -149,13 +149,11 @@ def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path):
         ".w2": ".down_proj",
         ".w3": ".up_proj",
     }
-    tensors = read_tensors(source)
-    for own, name in theirs.items():
-        tensors = {key.replace(own, name): value for key, value in tensors.items()}
+    tensors = renamed(read_tensors(source), theirs)
     expected = read_tensors(written(source, tmp_path / "out"))
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     found = read_tensors(written(source, tmp_path / "again"))
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +173,7 @@ def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     folder = written(source, tmp_path / "out")
     found = read_tensors(folder)
-    assert_equal_tensors(found, tensors)
+    assert_exact(found, tensors)
     assert_exact(logits(folder), logits(source))
 
 

@@ -21,8 +21,7 @@ from export_scripts.conversion.convert import (
 )
 from foundations.errors import CheckpointMismatchError
 from tests.json_files import read_json
-from tests.looks import mentions
-from tests.tiny_huggingface import assert_equal_tensors
+from tests.looks import assert_exact, mentions
 from tests.tiny_transformers import write_model
 
 # Those whose names come back: others are Llamas in Megatron-LM.
@@ -63,7 +62,7 @@ def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path):
     assert folder_problems(there) == []
     back = convert(request(there, tmp_path / "out", "huggingface")).ft_dir
     one, other = tensors(source), tensors(back)
-    assert_equal_tensors(one, other)
+    assert_exact(one, other)
     settings = [read_json(folder / "config.json") for folder in (source, back)]
     assert settings[0]["model_type"] == settings[1]["model_type"]
     assert settings[0]["eos_token_id"] == settings[1]["eos_token_id"]
@@ -177,7 +176,7 @@ def test_shards_and_another_release_become_a_checkpoint_too(tmp_path):
     first = convert(request(shards.ft_dir, tmp_path / "of_shards")).ft_dir
     second = convert(request(first, tmp_path / "again", megatron_model="hybrid")).ft_dir
     back = convert(request(second, tmp_path, "huggingface")).ft_dir
-    assert_equal_tensors(tensors(back), tensors(source))
+    assert_exact(tensors(back), tensors(source))
 
 
 def test_a_layout_without_a_checkpoint_of_its_kind_is_refused(tmp_path):

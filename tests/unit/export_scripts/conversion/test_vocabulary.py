@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conversions import written
+from tests.conversions import contents, written
 from tests.json_files import read_json, write_json
 from tests.tiny_huggingface import read_tensors
 from tests.tiny_megatron_core import core_state
 from tests.tiny_transformers import write_model
-from tests.unit.export_scripts.checkpoints.test_distributed import contents, converted
+from tests.unit.export_scripts.checkpoints.test_distributed import converted
 from tests.unit.export_scripts.checkpoints.test_megatron_layers import write_parts
 
 GIVEN = (("start_id", "1"), ("end_id", "2"))

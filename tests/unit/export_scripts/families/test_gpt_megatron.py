@@ -24,6 +24,7 @@ from tests.tiny import (
     write_megatron,
     write_nemo,
 )
+from tests.tiny_huggingface import renamed
 
 MODEL = TinyGPT()
 LAYER = NEMO + "encoder.layers.{}."
@@ -194,32 +195,18 @@ def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path):
     assert mentions(summary.remarks, "iter_0000200")
 
 
-def core_tensors(*, fused_norms: bool) -> dict[str, torch.Tensor]:
-    """Return the tiny model in megatron-core's names."""
-    norms = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
-    names = {
-        "self_attention.query_key_value": "self_attention.linear_qkv",
-        "self_attention.dense": "self_attention.linear_proj",
-        "mlp.dense_h_to_4h": "mlp.linear_fc1",
-        "mlp.dense_4h_to_h": "mlp.linear_fc2",
-        **(norms if fused_norms else {"post_attention_layernorm.": "pre_mlp_layernorm."}),
-        NEMO + "encoder.": "model.decoder.",
-        NEMO: "model.",
-    }
-    out = {}
-    for name, tensor in gpt_tensors().items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        out[name] = tensor
-    return out
+# Part of a name -> the same in megatron-core, whose own layers keep the norms apart.
+CORE = {
+    "query_key_value": "linear_qkv", "self_attention.dense": "self_attention.linear_proj",
+    "dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2",
+    "post_attention_layernorm": "pre_mlp_layernorm", NEMO + "encoder.": "model.decoder.",
+    NEMO: "model.",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("same", "untied"), [(True, False), (False, True)])
 def test_a_stored_output_layer_of_a_tied_core_model_is_compared(tmp_path, same: bool, untied: bool):
-    tensors = core_tensors(fused_norms=False)
+    tensors = renamed(gpt_tensors(), CORE)
     embedding = tensors["model.embedding.word_embeddings.weight"]
     tensors["model.output_layer.weight"] = embedding.clone() if same else embedding + 1
     source = write_nemo(tmp_path / "core.nemo", tensors, config={"mcore_gpt": True})

@@ -18,7 +18,7 @@ from export_scripts.inspect import describe
 from tests.json_files import read_json, write_json
 from tests.looks import assert_exact
 from tests.tiny_distributed import megatron_common, write_distributed
-from tests.tiny_huggingface import assert_equal_tensors, read_tensors
+from tests.tiny_huggingface import read_tensors
 from tests.tiny_transformers import write_model
 from tests.unit.export_scripts.checkpoints.test_bridge import write_bridge
 from tests.unit.export_scripts.checkpoints.test_distributed import write_nemo2
@@ -123,7 +123,7 @@ def test_a_hybrid_model_is_what_transformers_computes(tmp_path):
     assert "model type nemotron_h" in " ".join(facts["can be"])
     again = written(made, tmp_path / "again")
     found, expected = read_tensors(again), read_tensors(folder)
-    assert_equal_tensors(found, expected)
+    assert_exact(found, expected)
 
 
 def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path):
