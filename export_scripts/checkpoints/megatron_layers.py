@@ -315,7 +315,7 @@ def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
             pieces = _joined(pieces, second) if second is not pieces else pieces
         named[renamed(_LEGACY.sub(r"\1", name), _CORE_PARTS)] = pieces
     if reader.format == "megatron" and config.get("openai_gelu"):
-        # Of Megatron-LM's models, only these read it: gelu in its tanh form, as TE computes it.
+        # Only these models of Megatron-LM read it: gelu in its tanh form, as TE computes it.
         config = {**config, "use_te_activation_func": True}
     return dataclasses.replace(reader, config=config, tensors=named)
 
