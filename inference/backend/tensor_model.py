@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from inference.backend.answering import model_error
 from inference.backend.arguments import ModelArguments, RequestInputs
-from inference.backend.requests import Array, InferRequest, ModelError, ModelHost, Outputs, Tensors
+from inference.backend.requests import Array, InferRequest, ModelHost, Outputs, Tensors
 from inference.backend.triton_model import TritonModel, TritonSender
 from inference.decoding.rows import SessionTurn
 
@@ -59,25 +59,20 @@ class TensorModel(TritonModel):
 
     async def answer_request(self, request: InferRequest) -> Outputs:
         """Return the outputs of one request. Raises ModelError."""
-        if self.run_in_worker is None or (size := _size_bytes(request.tensors)) <= _INLINE_BYTES:
-            return self._answered(request)
+        run, size = self.run_in_worker, _size_bytes(request.tensors)
         try:
-            return await self.run_in_worker(request, size)
+            if run is None or size <= _INLINE_BYTES:
+                return self.answer(request.tensors, request.turn)
+            return await run(request, size)
         except Exception as error:  # of any kind: it concerns this request alone
             raise model_error(error)[0] from None
 
     def respond(self, request: InferRequest, sender: TritonSender) -> None:
         """Answer a request, see `TritonModel`."""
         try:
-            sender.send(self._answered(request))
-        except ModelError as error:
-            sender.fail(error)
-
-    def _answered(self, request: InferRequest) -> Outputs:
-        try:
-            return self.answer(request.tensors, request.turn)
+            sender.send(self.answer(request.tensors, request.turn))
         except Exception as error:  # of any kind: it concerns this request alone
-            raise model_error(error)[0] from None
+            sender.fail(model_error(error)[0])
 
 
 def _size_bytes(tensors: Mapping[str, Array]) -> int:

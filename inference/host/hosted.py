@@ -58,10 +58,9 @@ class Hosted:
         problems = [await self._problem(model) for model in models.values()]
         if any(problems):
             raise UnservedError([*filter(None, problems)])
-        for model in models.values():
-            for version in model.versions.values():
-                version.about = self._identity(version)
         self.models = models
+        for version in self.all_versions():
+            version.about = self._identity(version)
 
     async def _load(self, say: Callable[[str], None]) -> dict[str, HostedModel]:
         """Load every model; `say` gets a line for each.

@@ -85,9 +85,8 @@ class Answer:
         if self.finish_reason is not None:
             return
         new = candidate.ids[self.tokens : self.limit]
-        end = None
-        if not self.end_ids.isdisjoint(new):
-            end = next(number for number, token in enumerate(new) if token in self.end_ids)
+        ends = (number for number, token in enumerate(new) if token in self.end_ids)
+        end = next(ends, None)
         is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended

@@ -260,7 +260,7 @@ class CompletionRun:
         if sampling.return_token_ids:
             part["token_ids"] = ids
         is_scored, offset = sampling.top_n is not None, run.end
-        if self._request.sampling.kind == "chat":
+        if sampling.kind == "chat":
             message = ({"role": "assistant"} if is_first else {}) | {"content": text}
             part |= {"message": {**message, "refusal": None}} if whole else {"delta": message}
             return part | {"logprobs": chat_log_probs(tokens, self._codec) if is_scored else None}
