@@ -234,7 +234,8 @@ class OpenAIClient:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            with closing(error):
+            reason = "its reason cannot be read"
+            with closing(error), suppress(OSError, http.client.HTTPException):
                 reason = error.read(_SHOWN).decode("utf-8", "replace")
             message = f"{self.url}{path}: {error.code}: {reason}"
             if is_retryable(error.code):

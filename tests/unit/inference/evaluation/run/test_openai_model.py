@@ -321,7 +321,11 @@ def test_ends_of_answers_are_counted(server: Server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault", [(429, {}), (503, {}), (502, {}), (504, {}), ("cut", {}), ("abort", {})]
+    "fault",
+    [
+        *((429, {}), (503, {}), (502, {}), (504, {}), ("cut", {}), ("abort", {})),
+        (503, {"transfer-encoding": "chunked"}),  # its body is cut
+    ],
 )
 def test_what_is_put_off_is_asked_again(server: Server, tmp_path, fault: Any):
     server.abilities = FULL
