@@ -37,7 +37,9 @@ from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
 _CACHED_TEXTS = 4096  # encoded texts
-_UNAVAILABLE = "StatusCode.UNAVAILABLE"  # of gRPC: a full queue, a server that stops, or no server
+# Errors of gRPC that mean a full queue, a server that stops, or no server; those of streams have no
+# field for the code.
+_UNAVAILABLE = ("[StatusCode.UNAVAILABLE]", "UNAVAILABLE: ")
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _SCORING = GREEDY_WITH_LOG_PROBS | {"is_return_context_cum_log_probs": np.array([[True]])}
 
@@ -66,8 +68,8 @@ def ask(
                 found = frame
     except (InferenceServerException, OSError) as error:
         status = str(error.status()) if isinstance(error, InferenceServerException) else ""
-        is_busy = status == _UNAVAILABLE or (status.isdecimal() and is_retryable(int(status)))
-        if is_busy or is_lost(error):
+        is_busy = status.isdecimal() and is_retryable(int(status))
+        if is_busy or str(error).startswith(_UNAVAILABLE) or is_lost(error):
             raise RetryableError(f"{model}: {error}", is_lost=is_lost(error)) from error
         raise RequestFailedError(f"{model}: {error}") from error
     if missing := [name for name in names if name not in found]:

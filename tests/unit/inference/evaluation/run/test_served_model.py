@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.signature import GPT, PREPROCESSING, ensemble, model_signature
 from inference.backend.tokenizer import Tokenizer
 from inference.evaluation.run.served_model import ServedModel, ServedTokenizer
-from inference.evaluation.task import RequestFailedError
+from inference.evaluation.task import RequestFailedError, RetryableError
 from inference.server.client import TritonClient
 
 _NUMPY = {"UINT32": "uint32", "FP32": "float32", "BOOL": "bool", "BYTES": "object"}
@@ -160,14 +161,23 @@ def test_without_an_ensemble_an_answer_keeps_the_space_before_it():
 
 
 def test_failures_of_the_client_become_failed_requests():
-    from tritonclient.utils import InferenceServerException
-
     client = FakeClient()
     model = ServedModel(client, Letters())
     for error in (InferenceServerException("too long"), ConnectionError("refused")):
         client.error = error
         with pytest.raises(RequestFailedError, match=r"fastertransformer: .*(too long|refused)"):
             model.complete_ids([1], output_len=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("UNAVAILABLE: full", None), ("full", "StatusCode.UNAVAILABLE"), ("full", "503")],
+)
+def test_requests_to_a_busy_server_can_be_repeated(text: str, status: str | None):
+    client = FakeClient()
+    client.error = InferenceServerException(text, status)
+    with pytest.raises(RetryableError, match="full"):
+        ServedModel(client, Letters()).complete_ids([1], output_len=1)
 
 
 def test_tokens_of_a_text_answer_are_counted():
