@@ -221,10 +221,12 @@ def _save(save: Mixture) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def without_transformer_engine() -> None:
-    """Let multi-latent attention be built where Transformer Engine is not installed."""
+def compute_on_cpus() -> None:
+    """Let megatron-core build and run its models without a GPU and Transformer Engine."""
+    from megatron.core.fusions import fused_softmax
     from megatron.core.transformer import multi_latent_attention as latent
 
+    vars(fused_softmax)["get_sliding_window_causal_mask"] = _window_mask
     # Up to 0.16 these are None without Transformer Engine.
     for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
         if not isinstance(vars(latent)[name], type):
@@ -233,8 +235,5 @@ def without_transformer_engine() -> None:
 
 def main(plan: Path) -> int:
     """Save the checkpoints of a plan."""
-    from megatron.core.fusions import fused_softmax
-
-    vars(fused_softmax)["get_sliding_window_causal_mask"] = _window_mask
-    without_transformer_engine()
+    compute_on_cpus()
     return be_ranks(plan, lambda item: _save(Mixture(**item)))

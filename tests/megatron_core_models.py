@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.megatron_core_mixtures import PlainAttention, without_transformer_engine
+from tests.megatron_core_mixtures import PlainAttention, compute_on_cpus
 from tests.megatron_ranks import be_ranks, run_ranks
 
 
@@ -244,15 +244,7 @@ def _load(load: Load) -> None:
 
 def main(plan: Path) -> int:
     """Load the checkpoints of a plan."""
-    from megatron.core.fusions import fused_softmax
-
-    def window_mask(queries: int, keys: int, window: tuple[int, int]) -> torch.Tensor:
-        ones = torch.ones(queries, keys, dtype=torch.bool)
-        return ~ones.triu(keys - queries - window[0]).tril(keys - queries + window[1])
-
-    without_transformer_engine()
-    # Its own makes the mask on a GPU.
-    vars(fused_softmax)["get_sliding_window_causal_mask"] = window_mask
+    compute_on_cpus()
     torch.serialization.add_safe_globals([argparse.Namespace])
     return be_ranks(plan, lambda item: _load(Load(**item)))
 
