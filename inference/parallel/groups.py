@@ -5,13 +5,12 @@ Groups are created directly on a store, so that one process can have several eng
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
     PrefixStore,
-    ProcessGroup,
     ProcessGroupGloo,
     Store,
     Work,
@@ -31,13 +30,13 @@ _PACKET = 4096
 _LENGTH_BYTES = 4
 
 
-def _nccl(store: Store, group_rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, group_rank: int, size: int, timeout: timedelta) -> Any:
     # Builds of torch without CUDA do not have this class.
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast(ProcessGroup, ProcessGroupNCCL(store, group_rank, size, options))
+    return ProcessGroupNCCL(store, group_rank, size, options)
 
 
 class RankGroups:
@@ -72,21 +71,20 @@ class RankGroups:
         self._may_share_memory = shared_memory
         self._default_address = address
         self._shared: list[SharedMemoryGroup] = []
-        self._nccl: list[ProcessGroup] = []
+        self._nccl: list[Any] = []
         everyone = list(range(layout.world_size))
         self._control = self._group("control", everyone, store, torch.device("cpu"))
-        self._stage = None
         if layout.tp_size > 1:
             self._stage = self._group(f"stage{layout.pp_rank}", layout.tp_ranks, store, device)
         self._peers: PeerSums | None = None
         self._peer_memory: PeerMemory | None = None
         if layout.tp_size > 1 and device.type == "cuda":
             self._open_peers(PrefixStore(f"peers{layout.pp_rank}", store))
-        self._pipe = self._group("pipe", everyone, store, device) if layout.pp_size > 1 else None
+        if layout.pp_size > 1:
+            self._pipe = self._group("pipe", everyone, store, device)
 
-    def _group(
-        self, name: str, ranks: list[int], store: Store, device: torch.device
-    ) -> ProcessGroup:
+    def _group(self, name: str, ranks: list[int], store: Store, device: torch.device) -> Any:
+        """Return a group of torch, or one in shared memory that has the same methods."""
         store = PrefixStore(name, store)
         group_rank = ranks.index(self.layout.rank)
         if device.type == "cuda":
@@ -96,7 +94,7 @@ class RankGroups:
             timeout_s = self._timeout.total_seconds()
             if shared := open_group(store, group_rank, len(ranks), timeout_s=timeout_s):
                 self._shared.append(shared)
-                return cast(ProcessGroup, shared)
+                return shared
         address = listening_address(self._default_address)
         if name == "control":
             timeout_s = self._timeout.total_seconds()
@@ -105,7 +103,7 @@ class RankGroups:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        return cast(ProcessGroup, ProcessGroupGloo(store, group_rank, len(ranks), options))
+        return ProcessGroupGloo(store, group_rank, len(ranks), options)
 
     def _open_peers(self, store: Store) -> None:
         from inference.parallel.peer_cuda import PeerSums, memory_bytes
@@ -149,7 +147,6 @@ class RankGroups:
 
         `x` may be overwritten.
         """
-        assert self._stage is not None, "a single rank has no sums"
         x = x.contiguous()
         if self._peers is not None and self._peers.takes(x):
             return self._peers.sum(x, bias=bias, residual=residual)
@@ -158,19 +155,17 @@ class RankGroups:
 
     def gather_stage(self, x: Tensor) -> Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""
-        assert self._stage is not None
         gathered = x.new_empty(self.layout.tp_size, *x.shape)
         self._stage._allgather_base(gathered, x.contiguous()).wait()
         return gathered
 
     def send(self, x: Tensor, rank: int) -> Work:
         """Begin to send a tensor to a rank of another stage; torch keeps it until it is sent."""
-        assert self._pipe is not None
-        return self._pipe.send([x.contiguous()], rank, 0)
+        sent: Work = self._pipe.send([x.contiguous()], rank, 0)
+        return sent
 
     def receive(self, x: Tensor, rank: int) -> Tensor:
         """Receive into `x` from a rank of another stage, and return it."""
-        assert self._pipe is not None
         self._pipe.recv([x], rank, 0).wait()
         return x
 
@@ -186,10 +181,9 @@ class RankGroups:
 
         `part` is this rank's, None if it has none.
         """
-        group = self._pipe or self._stage
+        group = self._pipe if self.layout.pp_size > 1 else self._stage
         if self.layout.rank != 0:
             if part is not None:
-                assert group is not None
                 group.send([part.contiguous()], 0, 0).wait()
             return []
         parts = []
@@ -198,7 +192,6 @@ class RankGroups:
                 assert part is not None
                 parts.append(part)
                 continue
-            assert group is not None
             parts.append(torch.empty(shape, dtype=dtype, device=self._device))
             group.recv([parts[-1]], rank, 0).wait()
         return parts
