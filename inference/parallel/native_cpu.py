@@ -46,8 +46,8 @@ class _Weight(ctypes.Structure):
 
 
 @cache
-def _library() -> tuple[ctypes.CDLL, int] | None:
-    """Return the library and the level of instructions to use, or None to multiply by torch.
+def _library() -> tuple[Any, int]:
+    """Return the library, None to compute by torch, and the level of instructions to use.
 
     Raises:
         ValueError: The variable selects an unknown or unavailable instruction set.
@@ -57,7 +57,7 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
     if wanted not in choices:
         raise ValueError(f"{VARIABLE}={wanted}: expected one of {', '.join(choices)}")
     if wanted == "none":
-        return None
+        return None, -1
     reason: object = f"this processor has none of {', '.join(choices[2:])}"
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -81,22 +81,22 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
     if wanted != "auto":
         raise ValueError(f"{VARIABLE}={wanted}: {reason}; unset it to use what is available")
     logger.warning("8-bit and bf16 weights are multiplied by torch, not by %s: %s", LIBRARY, reason)
-    return None
+    return None, -1
 
 
 def has_library() -> bool:
     """Return whether the library is available, for `attend` and `rms_norm`."""
-    return _library() is not None
+    return _library()[0] is not None
 
 
 def has_native(weight: torch.dtype, inputs: int) -> bool:
     """Return whether `NativeGemm` supports a type of weights and is the fastest product for it."""
-    found = _library()
-    if weight not in _GROUP or found is None:
+    library, level = _library()
+    if weight not in _GROUP or library is None:
         return False
     if weight == torch.int8:
         return inputs <= _MAX_INPUTS
-    return _CHOICES[platform.machine()][found[1]] == "amx" or not multiplies_bf16()
+    return _CHOICES[platform.machine()][level] == "amx" or not multiplies_bf16()
 
 
 def multiplies_bf16() -> bool:
@@ -116,9 +116,7 @@ class NativeGemm:
 
     def __init__(self, weight: Tensor, epilogue: Epilogue, *, int8: bool) -> None:
         """Copy `weight` (I, O) into blocks of outputs."""
-        found = _library()
-        assert found is not None
-        library, self._level = found
+        library, self._level = _library()
         self._multiply = library.slipway_multiply
         inputs, self._outputs = weight.shape
         tensors, kind = {}, 0
@@ -175,9 +173,7 @@ def attend(
     bf16. `spans` (2, B) int64 are the first token that each sequence sees and the end of its
     tokens. Sums are in fp32.
     """
-    found = _library()
-    assert found is not None
-    library, level = found
+    library, level = _library()
     sequences, heads, size = query.shape
     if query.stride()[1:] != (size, 1):
         query = query.contiguous()
@@ -206,12 +202,11 @@ def attend(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight of each row, in the type of x, fp32 or bf16."""
-    found = _library()
-    assert found is not None
+    library, _ = _library()
     x = x.contiguous()
     y = torch.empty_like(x)
     size = weight.shape[0]
-    found[0].slipway_rms_norm(
+    library.slipway_rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
         y.data_ptr(),

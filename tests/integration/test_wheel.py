@@ -73,7 +73,7 @@ def test_the_wheel_is_one_folder_and_a_path_file(installed: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_the_wheel_holds_the_products_of_a_cpu(installed: Path, elsewhere: Path) -> None:
-    where = "import inference.parallel.native_cpu as n; print(n.LIBRARY, n._library() is not None)"
+    where = "import inference.parallel.native_cpu as n; print(n.LIBRARY, n.has_library())"
     library, found = run([installed / "python", "-c", where], elsewhere).split()
     assert Path(library).is_relative_to(installed.parent)
     assert found == "True"
