@@ -8,6 +8,7 @@ only the linears know how tensors are divided among ranks.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from inference.model.layers import (
     Attention,
     Embedding,
     Normalise,
-    PartT,
     QueryKeyNorm,
     Sublayer,
     Sublayers,
@@ -58,8 +58,10 @@ class ParallelLayer:
         return self.reduce(both, bias=self.bias, residual=x)
 
 
-class DecoderLoader(LayerLoader[DecoderArchitecture]):
+class DecoderLoader(LayerLoader):
     """Builds a decoder's parts from a rank's tensors."""
+
+    architecture: DecoderArchitecture
 
     @property
     def _heads(self) -> tuple[int, int, int]:
@@ -149,7 +151,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             bias=torch.stack(biases).sum(0) if biases else None,
         )
 
-    def _sublayer(self, part: PartT, prefix: str, places: tuple[str, str, str]) -> Sublayer[PartT]:
+    def _sublayer(self, part: Any, prefix: str, places: tuple[str, str, str]) -> Sublayer:
         before, after, adapter = (prefix + place for place in places)
         arch, norm = self.architecture, None
         if arch.has_input_norms:
@@ -251,7 +253,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         positive, negative = functional.softplus(positive), beta + functional.softplus(negative)
         return XIELU(positive, negative, beta, eps)
 
-    def _adapter(self, prefix: str) -> Sublayer[MLP]:
+    def _adapter(self, prefix: str) -> Sublayer:
         bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")
         return Sublayer(self._mlp(prefix, bias, self.reduce), norm=None)
 

@@ -58,7 +58,7 @@ class Bert(Encoder):
         self.encoder_rules = AttentionRules(scale=scale)
 
 
-def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> Sublayers:
+def _layer(parts: LayerLoader, number: int) -> Sublayers:
     prefix, architecture = f"model.encoder.layer.{number}.", parts.architecture
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
     heads = architecture.head_num // parts.weights.layout.tp_size

@@ -10,6 +10,7 @@ A pipeline stage holds its share of the layers of both stacks. `scalers` are IA3
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from inference.model.layers import (
     MLP,
     Attention,
     Embedding,
-    PartT,
     Sublayer,
     Sublayers,
     scaled,
@@ -64,8 +64,10 @@ class CrossAttention:
         return self.out(step.encoded(query, layer=self.layer), residual)
 
 
-class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
+class T5Loader(LayerLoader):
     """Builds a T5 model's layers from a rank's tensors."""
+
+    architecture: EncoderDecoderArchitecture
 
     @property
     def _score_scale(self) -> float:
@@ -135,7 +137,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         )
         return Sublayers(parts), cross
 
-    def _attention(self, block: str, names: Iterable[str], layer: int) -> Sublayer[Attention]:
+    def _attention(self, block: str, names: Iterable[str], layer: int) -> Sublayer:
         name = block + "layer.0.SelfAttention"
         attention = Attention(
             self.column(*(f"{name}.{each}" for each in names)),
@@ -146,9 +148,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         )
         return self._sublayer(attention, block, "layer.0.", "after_attention_adapter.")
 
-    def _sublayer(
-        self, part: PartT, block: str, place: str, adapter: str | None = None
-    ) -> Sublayer[PartT]:
+    def _sublayer(self, part: Any, block: str, place: str, adapter: str | None = None) -> Sublayer:
         return Sublayer(
             part,
             self.norm(f"{block}{place}layer_norm"),
@@ -156,13 +156,13 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             bounded=True,
         )
 
-    def _mlp(self, block: str, place: str) -> Sublayer[MLP]:
+    def _mlp(self, block: str, place: str) -> Sublayer:
         name = f"{block}{place}DenseReluDense"
         up = self.up(f"{name}.wi", f"{name}.wi2" if self.architecture.gated else None)
         mlp = MLP(up, self.row(f"{name}.wo"), scalers=self._table(name))
         return self._sublayer(mlp, block, place, "after_ffn_adapter.")
 
-    def _adapter(self, prefix: str) -> Sublayer[MLP] | None:
+    def _adapter(self, prefix: str) -> Sublayer | None:
         if not self.architecture.adapter_inter_size:
             return None
         # Adapters have a LayerNorm and SiLU in every model.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,20 +247,18 @@ class MLP:
 # The residual stream of T5 in fp16 is known to exceed 65504, the largest fp16 number.
 _FP16_LIMIT = 64504.0
 
-PartT = TypeVar("PartT", bound=Callable[..., Tensor])
-
 
 @dataclass(frozen=True)
-class Sublayer(Generic[PartT]):
+class Sublayer:
     """Attention or MLP with its norms, an adapter, and the residual."""
 
-    part: PartT
+    part: Any
     norm: Normalise | None  # of the input; None: the part reads the residual directly
     output_norm: Normalise | None = None  # of the output, before the residual is added
     # A bottleneck after the part, before the residual is added. Order: FasterTransformer,
     # layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
     # models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
-    adapter: Sublayer[MLP] | None = None
+    adapter: Sublayer | None = None
     scale: float = 1.0  # on the output
     bounded: bool = False  # whether results in fp16 are clamped
     sum_norm: Normalise | None = None  # of the sum with the residual
@@ -291,7 +289,7 @@ class Sublayer(Generic[PartT]):
 class Sublayers:
     """A layer of sublayers, each of which reads the output of the previous one."""
 
-    parts: tuple[Sublayer[Any], ...]
+    parts: tuple[Sublayer, ...]
 
     def __call__(self, x: Tensor, step: Step | EncoderStep) -> Tensor:
         """Return (N, E) for x (N, E)."""

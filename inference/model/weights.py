@@ -3,7 +3,7 @@
 # Shapes: E hidden, V vocabulary
 
 from dataclasses import fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,13 +165,12 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
-
-
-class LayerLoader(Generic[ArchitectureT]):
+class LayerLoader:
     """Builds the parts of layers from one rank's tensors."""
 
-    def __init__(self, weights: RankWeights, architecture: ArchitectureT) -> None:
+    architecture: Any  # of the model that a subclass builds
+
+    def __init__(self, weights: RankWeights, architecture: Architecture) -> None:
         """Check the architecture, see `check_architecture`."""
         check_architecture(architecture, weights.layout.tp_size)
         self.weights = weights
