@@ -210,7 +210,6 @@ class GeneratorRank(RankBase):
             return self._result(None, plan)
         part, chosen = graph.output[:count], None
         if plan.choices is not None:
-            assert graph.chosen is not None
             chosen, sent = graph.chosen[:count], graph.numbers[:, :count]
             if plan.draws is not None:
                 chosen = self._choose(part, sent[1], sent[-1], plan)

@@ -494,7 +494,7 @@ def _memory_of_graphs(count: int) -> int:
     """Return the bytes that graphs of up to 64 MiB take together."""
     x = torch.ones(64 << 18, device="cuda")
 
-    class Sums(SizedGraphs[Graph]):
+    class Sums(SizedGraphs):
         def _record(self, size: int, pool: Any) -> Graph:
             graph, _ = record_graph(lambda: (x[: size << 18] + 1).sum(), x.device, pool)
             return Graph(graph)

@@ -14,7 +14,7 @@ Import this module only where Triton is installed.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -41,8 +41,6 @@ from inference.parallel.launch_cuda import (
     multiprocessors,
     shared_bytes,
 )
-
-RecordT = TypeVar("RecordT", Cached, Heads, Inputs, Scores)
 
 # Least query rows of a tile, each a token and head of the group: the minimum of a tensor core.
 LEAST_ROWS = 16
@@ -73,7 +71,7 @@ _JOINED_VALUES = (8192, 4096)  # of parts that a program joins at once, without 
 _LEAST_SEQUENCES = 256  # steps of fewer share one compiled kernel
 
 
-def constants(record: RecordT) -> RecordT:
+def constants(record: Any) -> Any:
     """Return a record for a kernel, with capitalised fields as compile-time constants."""
     named = record._asdict().items()
     return type(record)(
@@ -155,7 +153,7 @@ class _Launch:
     def cache(self) -> KVCache:
         return self.step.cache
 
-    def _inputs(self, new: torch.Tensor | None) -> Inputs:
+    def _inputs(self, new: torch.Tensor | None) -> Any:
         inputs, angles = Inputs(self.query, self.query.stride(0)), self.angles
         if new is not None:
             assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
@@ -166,7 +164,7 @@ class _Launch:
             inputs = Inputs(*inputs[:4], *turned)
         return constants(inputs)
 
-    def _cached(self) -> Cached:
+    def _cached(self) -> Any:
         keys, values = self.cache.blocks(self.layer)
         record = Cached(
             keys_at=keys,
@@ -198,7 +196,7 @@ class _Launch:
         _, H, size = self.query.shape
         return head_sizes(H, self.cache.shape.kv_head_num, size, rows)
 
-    def _scores(self) -> Scores:
+    def _scores(self) -> Any:
         rules = self.step.rules
         table = rules.distance_bias
         record = Scores(

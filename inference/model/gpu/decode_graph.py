@@ -45,7 +45,7 @@ class DecodeGraph:
         self.numbers.copy_(on_device(every, self.numbers.device))
 
 
-class DecodeGraphs(SizedGraphs[DecodeGraph]):
+class DecodeGraphs(SizedGraphs):
     """The graphs of one rank's stage; they contain the all-reduces over the stage's ranks.
 
     The numbers of a sequence are its token, its slot, the token's index in the slot, the token's

@@ -28,7 +28,7 @@ class _EncoderGraph:
     output: torch.Tensor  # (N, E)
 
 
-class EncoderGraphs(SizedGraphs[_EncoderGraph]):
+class EncoderGraphs(SizedGraphs):
     """The graphs of a rank with all layers of an encoder."""
 
     def __init__(
@@ -57,7 +57,6 @@ class EncoderGraphs(SizedGraphs[_EncoderGraph]):
         if each is None:
             return None
         assert rows.tiles is not None
-        assert each.rows.tiles is not None
         room, tiles = each.rows.tiles, rows.tiles.shape[1]
         if tiles > room.shape[1]:
             return None
@@ -66,7 +65,8 @@ class EncoderGraphs(SizedGraphs[_EncoderGraph]):
         room.zero_()
         room[:, :tiles].copy_(rows.tiles)
         each.graph.replay()
-        return each.output[:tokens].clone()  # the next pass overwrites it
+        output: torch.Tensor = each.output[:tokens]
+        return output.clone()  # the next pass overwrites it
 
     def _record(self, size: int, pool: Any) -> _EncoderGraph:
         device = self._device

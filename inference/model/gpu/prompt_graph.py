@@ -62,7 +62,7 @@ class _PromptGraph:
     output: torch.Tensor  # (N, E)
 
 
-class PromptGraphs(SizedGraphs[_PromptGraph]):
+class PromptGraphs(SizedGraphs):
     """The graphs of a rank with all layers of a decoder-only model."""
 
     def __init__(

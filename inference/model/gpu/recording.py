@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,29 +37,19 @@ def token_graph_sizes(parameters: int, *, most: int = _SIZES[-1][0]) -> list[int
     return sizes[1:]
 
 
-class _Recorded(Protocol):
-    """A graph with its inputs and outputs."""
-
-    @property
-    def graph(self) -> torch.cuda.CUDAGraph: ...
-
-
-RecordedT = TypeVar("RecordedT", bound=_Recorded)
-
-
-class SizedGraphs(ABC, Generic[RecordedT]):
-    """Graphs of several sizes, which share memory."""
+class SizedGraphs(ABC):
+    """Graphs of several sizes, which share memory, in records with an attribute `graph`."""
 
     def __init__(self, sizes: Sequence[int], what: str) -> None:
         """Prepare; `sizes` ascend, `what` names the graphs in the log."""
         self._sizes, self._what = sizes, what
-        self._graphs: dict[int, RecordedT] = {}
+        self._graphs: dict[int, Any] = {}
 
     @abstractmethod
-    def _record(self, size: int, pool: Any) -> RecordedT:
+    def _record(self, size: int, pool: Any) -> Any:
         """Record a graph; `pool` is the memory pool of the other graphs, None for the first."""
 
-    def holding(self, count: int) -> RecordedT | None:
+    def holding(self, count: int) -> Any:
         """Return the smallest graph that is large enough, or None."""
         size = next((size for size in self._sizes if size >= count), None)
         return None if size is None else self._graphs[size]
