@@ -32,7 +32,12 @@ class RankGroup:
     """Rank 0 in this process, and the other ranks.
 
     One thread, which must live as long as the ranks, calls all methods but `problem` and `end`.
+
+    Attributes:
+        rank: Rank 0, once it is loaded.
     """
+
+    rank: RankBase
 
     def __init__(
         self,
@@ -47,7 +52,6 @@ class RankGroup:
         self._count = settings.world_size
         self._others: Rendezvous | NodeRanks | None = rendezvous
         self._groups: RankGroups | None = None
-        self._rank: RankBase | None = None
         self._busy_since: float | None = None
         self._milestones = itertools.count()
 
@@ -64,8 +68,8 @@ class RankGroup:
         torch.set_num_threads(self._settings.threads)
         started = perf_counter()
         if self._count == 1:
-            self._rank = _load(self._settings)
-            self._rank.prepare()
+            self.rank = _load(self._settings)
+            self.rank.prepare()
         else:
             self._start_all()
         logger.info("%d ranks loaded in %.1f s", self._count, perf_counter() - started)
@@ -76,7 +80,7 @@ class RankGroup:
         self._others.announce(self._settings)
         problems: dict[int, str] = {}
         try:
-            self._rank = _load(self._settings)
+            self.rank = _load(self._settings)
         except RankError as error:
             problems[0] = str(error)
         self._meet("loaded", problems)
@@ -158,12 +162,6 @@ class RankGroup:
                 logged = monotonic()
                 logger.warning("waiting for ranks %s, which have not %s the model", names, done)
             sleep(_POLL_S)
-
-    @property
-    def rank(self) -> RankBase:
-        """Rank 0."""
-        assert self._rank is not None, "ranks are not started"
-        return self._rank
 
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult:
         """Run one step on all ranks."""
