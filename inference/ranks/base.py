@@ -83,7 +83,7 @@ class RankBase(ABC):
     architecture: Architecture
     model: StageModel
     cache: KVCache  # set by generating ranks
-    # CUDA graphs, of some subclasses.
+    # CUDA graphs of some subclasses, of the classes in `inference.model.gpu`, or None.
     _graphs: Any = None
     _prompt_graphs: Any = None
     _encoder_graphs: Any = None

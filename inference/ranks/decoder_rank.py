@@ -2,10 +2,7 @@
 
 # Shapes: E hidden
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +17,6 @@ from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
-if TYPE_CHECKING:
-    from inference.model.gpu.prompt_graph import PromptGraphs
-
 # Step sizes to run before the first request, so that libraries choose and load their kernels.
 _WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), MAX_PROMPT_TOKENS)
 
@@ -32,7 +26,6 @@ class DecoderRank(GeneratorRank):
 
     architecture: DecoderArchitecture
     model: Decoder
-    _prompt_graphs: PromptGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
@@ -66,7 +59,7 @@ class DecoderRank(GeneratorRank):
 
     def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
         if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
-            return self._run_graph(self._graphs, plan)
+            return self._run_graph(plan)
         found: tuple[Tensor, Step] | None = None
         if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))

@@ -6,8 +6,6 @@ runs the decoder over the new tokens of each sequence.
 
 # Shapes: N tokens of an encoder pass, E hidden
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,7 +53,7 @@ class EncoderDecoderRank(EncoderRank, GeneratorRank):
         if self._graphs is not None and plan.is_decoding:
             encoded = [self._encoded[segment.slot] for segment in plan.segments]
             numbers = [(each.slot, each.length - 1, each.task) for each in encoded]
-            return self._run_graph(self._graphs, plan, *zip(*numbers, strict=True))
+            return self._run_graph(plan, *zip(*numbers, strict=True))
         part = self._logits(*self._run_steps(plan)) if plan.segments else None
         return self._result(part, plan)
 

@@ -6,10 +6,7 @@ Instead its layers can be spread over several steps, so that long rows do not de
 
 # Shapes: N tokens of an encoder pass, E hidden, H local heads, S longest row
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +26,6 @@ from inference.ranks.device import has_row_kernels
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
-if TYPE_CHECKING:
-    from inference.model.gpu.encoder_graph import EncoderGraphs
-
 
 @dataclass
 class _EncoderPass:
@@ -50,7 +44,6 @@ class EncoderRank(RankBase):
 
     architecture: EncoderArchitecture | EncoderDecoderArchitecture
     model: Encoder
-    _encoder_graphs: EncoderGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)

@@ -5,11 +5,9 @@ The tokens of an encoder-decoder also read the encoder's output; subclasses add 
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, V vocabulary, E hidden
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +26,6 @@ from inference.ranks.base import RankBase, StepResult, cache_shape
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
-if TYPE_CHECKING:
-    from inference.model.gpu.attention import PagedAttention
-    from inference.model.gpu.decode_graph import DecodeGraphs
-
 # With fewer tokens, reading the weights would dominate the time of a pipeline's micro-batch.
 _MICRO_BATCH_TOKENS = 128
 
@@ -42,7 +36,6 @@ class GeneratorRank(RankBase):
     architecture: DecoderArchitecture | EncoderDecoderArchitecture
     model: GeneratorModel
     _feed: TokenFeed
-    _graphs: DecodeGraphs | None = None
 
     def _open_cache(
         self, settings: RankSettings, dtype: torch.dtype, prefixes: Sequence[Tensor] = ()
@@ -160,9 +153,8 @@ class GeneratorRank(RankBase):
             tasks=tasks,
         )
 
-    def _attention(
-        self, segments: Sequence[Segment], rules: AttentionRules
-    ) -> GroupedAttention | PagedAttention:
+    def _attention(self, segments: Sequence[Segment], rules: AttentionRules) -> Any:
+        """Return the step's `CachedAttention`, with the `slots` and `places` of its tokens."""
         if self.device.type == "cpu":
             return GroupedAttention(segments, self.cache, rules=rules, dtype=self.model.dtype)
         from inference.model.gpu.attention_layout import paged_attention
@@ -184,9 +176,7 @@ class GeneratorRank(RankBase):
             return None
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _run_graph(
-        self, graphs: DecodeGraphs, plan: StepPlan, *more: Sequence[int]
-    ) -> StepResult | None:
+    def _run_graph(self, plan: StepPlan, *more: Sequence[int]) -> StepResult | None:
         """Run a decoding graph, with the transfers between stages; return the result on rank 0.
 
         `more` holds further numbers of each sequence, see `idle` of `DecodeGraphs`.
@@ -199,7 +189,7 @@ class GeneratorRank(RankBase):
         for place, each in enumerate(more, 4):
             numbers[place] = each
         numbers[-1] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
-        graph = graphs.holding(count)
+        graph = self._graphs.holding(count)
         assert graph is not None, "more sequences than slots"
         graph.fill(numbers)
         if graph.hidden is not None:
