@@ -15,14 +15,11 @@ import sys
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
+from inference.ranks.settings import RankSettings
 from inference.system.control_groups import usable_cores
 from inference.system.parent_process import set_command_line, signal_name
 from inference.system.process_memory import memory_variables
-
-if TYPE_CHECKING:
-    from inference.ranks.settings import RankSettings
 
 _TAIL_BYTES = 4000
 # The folder that holds the package, so that workers import the same code.
