@@ -21,7 +21,6 @@ from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
 from launcher_scripts.launchers.base import SUBMISSION_S, copy_from
 from stages import STAGES, record
-from stages.endpoint import ENDPOINT_NAME, published_by
 from stages.job import LOCK_NAME
 from stages.progress import PROGRESS_NAME, DamagedFileError, read_as, read_progress, write_json
 
@@ -39,17 +38,14 @@ _QUEUED_CLUSTER = "bcm"  # its jobs outlive the command
 
 @dataclass(frozen=True)
 class _LastRun:
-    """The results folders of a run, or of all rows of one; `results_dir` is the last of them."""
+    """The results folders of a run, or of all rows of one."""
 
-    results_dir: str
-    at: str = ""
-    results_dirs: tuple[str, ...] = ()
+    results_dirs: tuple[str, ...]
 
 
 def record_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Record the results folders of the run, or of the rows, that start now."""
-    folders = tuple(map(str, results_dirs))
-    write_json(base_results_dir / LAST_RUN, _LastRun(folders[-1], record.now(), folders))
+    write_json(base_results_dir / LAST_RUN, _LastRun(tuple(map(str, results_dirs))))
 
 
 def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -105,7 +101,7 @@ def _run_dirs(config: Config) -> list[Path]:
         return [config.run_dir]
     path = config.base_results_dir / LAST_RUN
     last = read_as(path, _LastRun, "the folder of the last run")
-    return [] if last is None else [Path(each) for each in last.results_dirs or [last.results_dir]]
+    return [] if last is None else [*map(Path, last.results_dirs)]
 
 
 def read_job(
@@ -165,7 +161,8 @@ def jobs_in(
             or (job.is_final and queue.jobs[each].state == record.SUBMITTED)
         ]
         if unrecorded and (job is None or job.is_final or not job.job_id):
-            new = _queued_record(path, unrecorded.pop(), queue)
+            job_id = unrecorded.pop()
+            new = _new_record(path.parent, job_id, queue.jobs[job_id].state)
             if job is not None and not job.is_final:  # the command has yet to record the job id
                 new = replace(job, job_id=new.job_id, log=new.log, host="", process=None)
             job = record.exchange_record(path, job, new)
@@ -174,31 +171,24 @@ def jobs_in(
             job = record.exchange_record(path, job, replace(job, state=record.LOST, error=error))
         if job is not None:  # another user may have changed its stage
             jobs.append(replace(job, stage=stage))
-        jobs += [_queued_record(path, job_id, queue) for job_id in unrecorded]
+        jobs += [_new_record(path.parent, each, queue.jobs[each].state) for each in unrecorded]
         known = {each.job_id for each in jobs if each.stage == stage and not each.is_final}
         jobs += [each for each in _lock_holders(path.parent) if each.job_id not in known]
     return jobs
 
 
-def _queued_record(path: Path, job_id: str, queue: slurm_state.SlurmQueue) -> record.JobRecord:
-    """Return a record for a queued job that has none."""
-    answer = queue.state(job_id)
-    state = (answer.state if answer else None) or record.SUBMITTED
-    return _new_record(path.parent, job_id, state)
-
-
-def _new_record(folder: Path, job_id: str, state: str = record.RUNNING) -> record.JobRecord:
-    """Return a record for a job of a stage's folder; only ids of Slurm are numbers."""
-    cluster = _QUEUED_CLUSTER if job_id.isdigit() else "local"
-    log = next(folder.glob(f"*_{job_id}.out"), "")
-    return record.JobRecord(job_id, folder.name, folder.name, state, cluster, log=str(log))
+def _new_record(folder: Path, job_id: str, state: str | None) -> record.JobRecord:
+    """Return a record for a job of a stage's folder; without a scheduler, its id is a time."""
+    cluster = "local" if job_id.count("_") == 2 else _QUEUED_CLUSTER
+    name, log = folder.name, next(folder.glob(f"*_{job_id}.out"), "")
+    return record.JobRecord(job_id, name, name, state or record.SUBMITTED, cluster, log=str(log))
 
 
 def _lock_holders(folder: Path) -> Iterator[record.JobRecord]:
     """Yield a record for each job that holds its lock in a stage's folder."""
     before, after = LOCK_NAME.split("{job}")
     for path in filter(_is_held, folder.glob(f"{before}*{after}")):
-        job = _new_record(folder, path.name[len(before) : -len(after)])
+        job = _new_record(folder, path.name[len(before) : -len(after)], record.RUNNING)
         owner = path.read_text().strip()  # empty if the disk was full
         job = replace(job, process=int(owner) if owner.isdigit() else None)
         yield replace(job, host=socket.gethostname()) if _is_process_of(job, folder) else job
@@ -230,11 +220,8 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
         return None
     at = f"process {job.process}" if job.process is not None and _is_local(job) else job.host
     name = f"job {job.job_id}" if job.job_id else "a job that another command is submitting"
-    verb = "serves" if published_by(folder / ENDPOINT_NAME) == job.job_id else "runs"
-    if job.state == record.SUBMITTED:
-        verb = "waits"
     return (
-        f"{job.stage}: {name}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
+        f"{job.stage}: {name}{f' ({at})' if at else ''} is {job.state} in {folder}; end it with "
         f"action=cancel {shlex.quote(f'run_dir={results_dir}')}, or choose another "
         "export.run.results_dir."
     )

@@ -195,7 +195,7 @@ def test_dry_run_is_not_repeated_by_the_saved_configuration(tmp_path, capsys):
 
 
 def test_status_shows_every_job_of_the_last_run(tmp_path, capsys):
-    (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
+    (tmp_path / "last_run.json").write_text(json.dumps({"results_dirs": [str(tmp_path / "run")]}))
     record = JobRecord("12", "convert", "c", "failed", error="no space left", exit_code=1)
     write_record(tmp_path / "run" / "convert" / "job.json", record)
     assert run_action(action("status", tmp_path), Console()) == 1
@@ -226,7 +226,7 @@ def test_a_dry_run_cancels_nothing(tmp_path, capsys):
 
 
 def test_an_action_is_not_taken_on_another_run_than_the_one_that_is_named(tmp_path, capsys):
-    (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
+    (tmp_path / "last_run.json").write_text(json.dumps({"results_dirs": [str(tmp_path / "run")]}))
     record = JobRecord("12", "convert", "c", "completed")
     write_record(tmp_path / "run" / "convert" / "job.json", record)
     base = f"base_results_dir={tmp_path}"
@@ -313,7 +313,7 @@ def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(tmp_path, ca
     words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}", "dry_run=true"]
     with folder_lock(tmp_path / "convert" / ".alive-7.lock", ""):
         said = refused(capsys, *words)
-    assert "convert: job 7 (elsewhere) runs in" in said
+    assert "convert: job 7 (elsewhere) is running in" in said
     assert main(words) == 0
     assert read_record(tmp_path / "convert" / "job.json") == record  # a dry run moves no record
 
@@ -322,14 +322,14 @@ def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(tmp_path, ca
 def test_job_whose_record_was_lost_or_changed_is_not_forgotten(state: str | None, tmp_path, capsys):
     path = tmp_path / "convert" / "job.json"
     if state == "completed":
-        write_record(path, JobRecord("0_7", "convert", "c", state, "local"))
+        write_record(path, JobRecord("0_0_7", "convert", "c", state, "local"))
     words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}", "dry_run=true"]
-    with folder_lock(path.with_name(".alive-0_7.lock"), ""):
+    with folder_lock(path.with_name(".alive-0_0_7.lock"), ""):
         if state == "{":
             path.write_text(state)
-        assert "convert: job 0_7 runs in" in refused(capsys, *words)
+        assert "convert: job 0_0_7 is running in" in refused(capsys, *words)
         assert run_action(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
-    assert "convert (job 0_7) cannot be cancelled" in capsys.readouterr().out
+    assert "convert (job 0_0_7) cannot be cancelled" in capsys.readouterr().out
     assert main(words) == 0
 
 
@@ -442,7 +442,7 @@ def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
         write_record(folder / "job.json", replace(serving, process=process.pid))
         words = ["stages=[deploy]", f"export.run.results_dir={tmp_path}", f"dry_run={dry_run}"]
         said = refused(capsys, SAMPLE, *words)
-        assert f"deploy: job 7 (process {process.pid}) runs in {folder}; end it with" in said
+        assert f"deploy: job 7 (process {process.pid}) is running in {folder}; end it with" in said
         assert process.stdin is not None
         process.stdin.close()
     assert main([SAMPLE, *words[:2], "dry_run=true"]) == 0
