@@ -186,9 +186,8 @@ def _new_record(folder: Path, job_id: str, state: str | None) -> record.JobRecor
 
 def _lock_holders(folder: Path) -> Iterator[record.JobRecord]:
     """Yield a record for each job that holds its lock in a stage's folder."""
-    before, after = LOCK_NAME.split("{job}")
-    for path in filter(_is_held, folder.glob(f"{before}*{after}")):
-        job = _new_record(folder, path.name[len(before) : -len(after)], record.RUNNING)
+    for path in filter(_is_held, folder.glob(LOCK_NAME.format(job="*"))):
+        job = _new_record(folder, path.stem.partition("-")[2], record.RUNNING)
         owner = path.read_text().strip()  # empty if the disk was full
         job = replace(job, process=int(owner) if owner.isdigit() else None)
         yield replace(job, host=socket.gethostname()) if _is_process_of(job, folder) else job

@@ -221,11 +221,12 @@ class Run:
         """Return the records of the jobs that were submitted, by stage name."""
         found = {}
         for name, handle in self.handles.items():
-            job = record.read_record(handle.job.record_path)
-            if job and job.job_id != handle.job_id and self.launcher.in_foreground:
-                # Another command has since run the stage in the same folder.
-                state = handle.poll() or job.state
-                job = record.JobRecord(handle.job_id, job.stage, job.name, state)
+            job = record.readable_record(handle.job.record_path)
+            is_ours = job is not None and job.job_id == handle.job_id
+            if self.launcher.in_foreground and not is_ours:
+                # It is damaged, or another command has since run the stage in the same folder.
+                stage, state = handle.job.stage, handle.poll() or record.RUNNING
+                job = record.JobRecord(handle.job_id, stage.name, stage.job.name, state)
             found[name] = job
         return found
 
@@ -295,7 +296,7 @@ class Run:
         """Report that a job has ended or is ready, and return the exit status; None until then."""
         stage = handle.job.stage
         if (state := handle.poll()) is not None:
-            found = record.read_record(handle.job.record_path)
+            found = record.readable_record(handle.job.record_path)
             took = found.seconds if found else None
             after = "" if took is None else f" after {took:.1f} s"
             self.console.say(f"{stage.name}: {state}{after}")
@@ -310,7 +311,7 @@ class Run:
 
     def _explain(self, handle: JobHandle) -> None:
         """Print why a job failed: the cause, then the last lines of its log."""
-        found = record.read_record(handle.job.record_path)
+        found = record.readable_record(handle.job.record_path)
         cause = found.error if found and found.error else "no reason was recorded"
         self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
         paths = (handle.log_path, handle.log_path.with_suffix(".err"))

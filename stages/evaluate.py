@@ -29,7 +29,7 @@ from stages.base import Stage, StageError, Summary
 from stages.deploy_config import DeployConfig, check_deploy, problems_of_exchange
 from stages.endpoint import RELOAD_NAME, STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
-from stages.record import RECORD_NAME, now, read_record
+from stages.record import RECORD_NAME, now, read_record, readable_record
 from stages.serving import serving
 
 REPORT_NAME = "report.json"
@@ -183,7 +183,7 @@ class EvaluateStage(Stage):
         """Return the facts, with the times of earlier stages of the same results folder."""
         timings = []
         for name in _EARLIER_STAGES:
-            found = read_record(self.job.folder.parent / name / RECORD_NAME)
+            found = readable_record(self.job.folder.parent / name / RECORD_NAME)
             if found is None or not found.started_at:
                 continue
             seconds = found.seconds

@@ -98,7 +98,7 @@ class LocalHandle(JobHandle):
 
     def _final_state(self) -> str:
         """Return the final state from the job's record; record one if the job did not."""
-        found = record.read_record(self.job.record_path)
+        found = record.readable_record(self.job.record_path)
         noted = found.state if found is not None and found.job_id == self.job_id else record.RUNNING
         status = self.process.poll()  # the process may have ended after `_has_ended` called poll
         state, error = record.LOST, "the job ended without a result: killed, or out of memory"

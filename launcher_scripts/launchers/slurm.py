@@ -229,7 +229,7 @@ class SlurmHandle(JobHandle):
     def poll(self) -> str | None:
         """Return the final state, or None; reads the record each time, polls Slurm less often."""
         path = self.job.record_path
-        found = record.read_record(path)
+        found = record.readable_record(path)
         is_ours = found is not None and found.job_id == self.job_id
         if found is not None and is_ours and found.is_final:
             return found.state

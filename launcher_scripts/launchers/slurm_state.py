@@ -267,4 +267,7 @@ def _reason_of_end(found: record.JobRecord, answer: SlurmJobState) -> str:
         return "Slurm no longer knows the job, which left no result; see its log"
     code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
     remedy = _TABLE["remedies"].get(answer.word, "see its log")
-    return f"the job recorded no result; Slurm reports {answer.word}{code}: {remedy}"
+    begun = (
+        "recorded no result" if found.started_at else "did not begin its stage (see cluster.setup)"
+    )
+    return f"the job {begun}; Slurm reports {answer.word}{code}: {remedy}"

@@ -32,7 +32,7 @@ from launcher_scripts.main import main
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages import record
-from stages.base import Stage
+from stages.base import Stage, Summary
 from stages.progress import Progress
 from stages.record import read_record, write_record
 from tests.conftest import present
@@ -65,6 +65,17 @@ def make_run(*stages: Stage, setup: Sequence[str] = ()) -> tuple[Run, io.StringI
 
 def wait_for(path: Path) -> None:
     until(path.exists)
+
+
+def test_a_record_that_another_user_damages_does_not_end_the_run(tmp_path):
+    class DamagingStage(WriteStage):
+        def run(self, progress: Progress) -> Summary:
+            (self.job.folder / "job.json").write_text("{")
+            return super().run(progress)
+
+    run, shown = make_run(DamagingStage(settings(tmp_path, "write")))
+    assert run.run_all(wait=False) == 0
+    assert "write  completed" in shown.getvalue()
 
 
 def test_finished_job_is_shown_with_its_results(tmp_path):

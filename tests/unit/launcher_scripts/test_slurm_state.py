@@ -90,7 +90,7 @@ def test_ends_that_only_slurm_knows_of_come_with_a_remedy(
 
 def test_success_counts_only_with_the_word_of_the_job(tmp_path, folder: Path):
     program(folder, "scontrol", "echo JobState=COMPLETED Reason=None")
-    assert settled(tmp_path).state == "lost"
+    assert "did not begin its stage (see cluster.setup)" in settled(tmp_path).error
     assert settled(tmp_path, ended_at="2024-01-01T00:00:00+00:00").state == "completed"
 
 
