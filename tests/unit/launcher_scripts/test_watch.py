@@ -89,12 +89,12 @@ def test_a_run_that_does_not_exist_yet_is_named_and_what_no_checkpoint_could_men
     assert f"watching {tmp_path}/a run's, which does not exist yet; " in shown
     assert f"no checkpoint was found in {tmp_path}/a run's" in shown
     (tmp_path / "file").touch()
-    wrong = [f"watch.output_dir={tmp_path}/file", "stages=[convert,deply]"]
+    wrong = [f"watch.output_dir={tmp_path}/file", "stages=[convert,serve]"]
     assert main(words(tmp_path, *wrong)) == 2
     said = capsys.readouterr().err
     assert said.startswith("2 problems found; nothing was started:")
     assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in said
-    assert "stages names 'deply'" in said
+    assert "stages names 'serve'" in said
 
 
 def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run: Path):
