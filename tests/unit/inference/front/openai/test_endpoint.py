@@ -438,29 +438,6 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
     run(check)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"messages": []},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"content": "Who?"}]},
-        {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "xml"}},
-        {"top_logprobs": 3},
-        {"max_completion_tokens": 0},
-    ],
-)
-def test_what_a_chat_cannot_do_is_refused(change: dict[str, Any]) -> None:
-    async def check(client: aiohttp.ClientSession) -> None:
-        body = {"model": "letters", "messages": TALK, **change}
-        error = await refused(client, 400, body, CHAT)
-        assert error["param"].partition("[")[0] in change
-        assert "is missing" not in error["message"]
-
-    run(check, template=ChatTemplate(TEMPLATE, {}))
-
-
 @dataclasses.dataclass(frozen=True)
 class EndlessTexts(CodecFiles):
     """Letters with a template that runs for ever, or takes all memory."""
