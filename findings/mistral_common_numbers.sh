@@ -3,8 +3,8 @@
 #
 # Expected: the content of a tool's message is a text: the prompt has it letter by letter, as any other message's.
 # Seen: the formats v2 and v3, of Mistral 7B v0.3, Mixtral and Mistral NeMo, read a content that is JSON and write it anew: "3.10"
-#   is 3.1, "1e400" is Infinity, 0.30000000000000000001 is 0.3, and of equal keys the last is left; "3.10.0", which is not JSON,
-#   stays. v7 keeps results, and both write a call's arguments anew. Nothing is said.
+#   is 3.1, "1e400" is Infinity, 0.30000000000000000001 is 0.3, and of equal keys the last is left; "3.10.0", which is not
+#   JSON, stays. v7 keeps results, and all three write a call's arguments anew. Nothing is said.
 # Matters for: tools that answer with a version, an amount or an identifier: the model sees another one, depending on its
 #   tokenizer's version, and a client that renders the prompt by a chat template gets other tokens.
 set -euo pipefail

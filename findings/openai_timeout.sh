@@ -3,9 +3,9 @@
 #
 # Expected: a request with timeout=1 has ended after a second, with an answer or with APITimeoutError, and was sent once:
 #   whoever gives up waiting for a generation does not order it again.
-# Seen: the limit is that of a pause between two pieces of the answer: one whose pieces are half a second apart is read to its end,
-#   however long that takes. Where nothing comes the request is sent again, twice by default, also without
-#   stream and although it is not idempotent: the error comes after more than three seconds, and the server has three requests.
+# Seen: the limit is that of a pause between two pieces of the answer: one whose pieces are half a second apart is read to
+#   its end, however long that takes. Where nothing comes the request is sent again, twice by default, although it is not
+#   idempotent: the error comes after more than three seconds, and the server has three requests.
 # Matters for: load tests and evaluations with a limit per request: latencies beyond it are counted as answered, and a server
 #   that is too slow gets three times the work. max_retries=0 sends once; a limit of the whole needs a clock of one's own.
 set -euo pipefail

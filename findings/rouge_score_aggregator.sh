@@ -5,8 +5,8 @@
 #   interval; the same answers have the same figure in every run.
 # Seen: all three are percentiles of 1000 random resamples, drawn from numpy's global generator, which nothing seeds: `mid` is the
 #   median of their means. Of 100 scores it differs from the mean, and from run to run, in the third or fourth digit.
-# Matters for: gates and comparisons by ROUGE, also through `evaluate`, whose rouge aggregates so by default: a difference in the
-#   fourth digit between two runs of one model is no change, and a limit near the figure holds in one run and not in the next.
+# Matters for: gates and comparisons by ROUGE, also through `evaluate`, whose rouge aggregates so by default: two runs
+#   of one model differ in the fourth digit, and a limit near the figure holds in one run and not in the next.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -4,7 +4,7 @@
 # Expected: with CUDA_VISIBLE_DEVICES=4,5 in the environment, as Slurm or a user sets it, jobs of the local executor use these
 #   two; a job for which no number of GPUs is stated leaves the variable alone, as it does with cluster="debug".
 # Seen: the variable is replaced by the numbers from 0 on: a job with gpus_per_node=1 has "0", one with 2 has "0,1", and one
-#   without a number has "", which is no GPU at all. Jobs that run at the same time all have the same ones. Nothing is
+#   without a number has "" and sees none. Jobs that run at the same time all have the same ones. Nothing is
 #   logged; visible_gpus of LocalExecutor, which names others, is refused by AutoExecutor.
 # Matters for: sweeps and tests on a shared machine: the jobs run on the GPUs of another user, all on one, or on the CPU.
 set -euo pipefail

@@ -2,8 +2,8 @@
 # tritonclient 2.73.0: one text output is bytes or str, by a flag of the request; None becomes the text "None".
 #
 # Expected: as_numpy of an output of type BYTES gives the same elements whether the answer's data was binary or JSON.
-# Seen: an array of objects in both cases, of bytes if the data was binary, as by default, and of str if the output was requested
-#   with binary_data=False (or the server sent JSON): one compares equal to b"yes" and the other to "yes". Towards
+# Seen: an array of objects in both cases, of bytes if the data was binary, as by default, and of str if the output was
+#   requested with binary_data=False (or the server sent JSON): one compares equal to b"yes" and the other to "yes". Towards
 #   the server None in an array of texts is sent as the four letters None, in either form, with no error.
 # Matters for: clients and tests that compare or decode answers: after a change of the flag all comparisons are false, and
 #   a missing text of a data frame is a prompt to the model.
