@@ -152,9 +152,10 @@ class Answer:
         if self._is_sent or not (self.tokens or is_last):
             return None
         text = self.text[self._sent_characters :]
-        # A token is sent with the end of its text; text that is held back may never be sent.
-        rest = self.scored[self._sent_tokens :]
-        ready = [*takewhile(lambda token: is_last or token.last <= len(self.text), rest)]
+        # A token is sent with the end of its text, or of the character that it begins; text that is
+        # held back may never be sent.
+        rest, end = self.scored[self._sent_tokens :], len(self.text)
+        ready = [*takewhile(lambda t: is_last or t.last < end + bool(t.piece), rest)]
         if not (text or ready or is_last) and self.has_begun:
             return None
         self._sent_characters += len(text)

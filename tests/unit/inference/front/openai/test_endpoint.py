@@ -7,11 +7,13 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
@@ -162,6 +164,23 @@ def test_no_stop_text_ends_an_answer_before_its_minimum(
         answer.update(Candidate(ids[:count]), final=False)
     answer.update(Candidate(ids), final=True)
     assert answer.text == text
+
+
+class Utf8(Letters):
+    """A tokenizer in which each byte is a token."""
+
+    def decode(self, ids: Sequence[int], *, partial: bool = False, **_: bool) -> str:
+        return bytes(ids).decode(errors="ignore" if partial else "replace")
+
+
+def test_a_stream_sends_no_score_of_a_stop_text() -> None:
+    ids, sent = list("ab\u597d".encode()), list[int]()
+    answer = Answer(Codec(Utf8(), None), (), 50, ["\u597d"], top_n=0)
+    for count in range(1, len(ids) + 1):
+        scores = np.zeros(len(ids)), *[np.zeros((len(ids), 1))] * 2
+        answer.update(Candidate(ids[:count], *scores), final=False)
+        sent += [token.index for token in (answer.unsent() or ("", []))[1]]
+    assert (sent, answer.text, answer.finish_reason) == (ids[:2], "ab", "stop")
 
 
 def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
