@@ -72,12 +72,11 @@ def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> No
 
 
 def test_a_request_whose_listener_has_enough_ends_with_what_it_has(engine: Engine) -> None:
-    before, request = engine.steps, request_of(engine, [[3, 9, 4], [1, 7]], 8, min_length=8)
-    found = engine.submit(request, on_step=lambda step: step.rows[1] is not None).result()
-    assert engine.steps - before < 4
-    assert {len(row.output_ids[0]) for row in found.rows} < {1, 2, 3}
-    assert found.times is not None
-    assert found.times.reasons == ("stop", "stop")
+    request = request_of(engine, [[3, 9, 4], [1, 7]], 8, min_length=8)
+    times = engine.submit(request, on_step=lambda _: True).result().times
+    assert times is not None
+    assert times.reasons == ("stop", "stop")
+    assert times.steps < 4
 
 
 def test_after_a_step_all_of_it_has_been_reported(

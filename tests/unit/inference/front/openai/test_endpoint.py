@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
@@ -177,8 +176,7 @@ def test_a_stream_sends_no_score_of_a_stop_text() -> None:
     ids, sent = list("ab\u597d".encode()), list[int]()
     answer = Answer(Codec(Utf8(), None), (), 50, ["\u597d"], top_n=0)
     for count in range(1, len(ids) + 1):
-        scores = np.zeros(len(ids)), *[np.zeros((len(ids), 1))] * 2
-        answer.update(Candidate(ids[:count], *scores), final=False)
+        answer.update(Candidate(ids[:count]), final=False)
         sent += [token.index for token in (answer.unsent() or ("", []))[1]]
     assert (sent, answer.text, answer.finish_reason) == (ids[:2], "ab", "stop")
 
