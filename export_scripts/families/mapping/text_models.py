@@ -6,6 +6,7 @@ transformers, models/qwen2_vl/modeling_qwen2_vl.py and models/glm4v/modeling_glm
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 from export_scripts.families.mapping.huggingface import setting_table
 from export_scripts.families.mapping.known_settings import huggingface_table
+from export_scripts.families.mapping.rotary import rotary_parameters
 from export_scripts.families.mapping.source_mapping import Facts
-from foundations.errors import CheckpointMismatchError
+from foundations.errors import CheckpointMismatchError, refuse
 from foundations.files.json_content import Fields, Table
 from foundations.files.yaml_content import read_table
 
@@ -27,6 +29,11 @@ _IMAGE_TENSOR = re.compile(
 )
 _TEXT_TENSOR = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 _ROTARY = ("rope_scaling", "rope_parameters")
+# Settings next to a text_config that count for the whole, and factors of logits, which it lacks.
+_OF_WHOLE = {
+    "tie_word_embeddings", "vocab_size", "quantization_config", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+_OF_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -79,14 +86,37 @@ def _text_settings(facts: Facts, kind: str) -> Fields:
         text["tie_word_embeddings"] = whole["tie_word_embeddings"]
     if facts.has(_EMBEDDING):
         text.setdefault("vocab_size", facts.rows(_EMBEDDING))
-    text |= {key: _without_images(text[key]) for key in _ROTARY if text.get(key)}
     own = str(stated.get("model_type") or _KNOWN["wholes"][kind])
     plain, always = _KNOWN["plain"].get(own, (own, {}))
+    known = {**huggingface_table()["*"], **huggingface_table().get(plain, {})}
+    problems = [
+        f"{key} = {whole[key]!r:.100}, and {stated.get(key)!r:.100} in text_config: releases of "
+        "transformers read one or the other; remove the wrong one"
+        for key in sorted(known.keys() & text.keys() & whole.keys() - _OF_WHOLE)
+        if stated and known[key].use == "read" and whole[key] != stated.get(key)
+    ]
+    problems += [
+        f"{key} = {text[key]!r:.100}, and a {own} always computes with {value!r}: remove it"
+        for key, value in always.items()
+        if text.get(key, value) not in (value, None)
+    ]
+    for key in _OF_LOGITS.keys() & known.keys():
+        value, neutral = text.get(key, known[key].values[0]), _OF_LOGITS[key]
+        if value != neutral:
+            problems.append(
+                f"{key} = {value!r:.100} of a {plain}, which a {kind} does not apply: state "
+                f"{json.dumps(neutral)}"
+            )
+    refuse(problems, where)
+    text |= {key: _without_images(text[key]) for key in _ROTARY if text.get(key)}
     text |= {**always, "model_type": plain}
     if plain == own:
         return {**_sizes(plain), **text}
-    given = {**(text.get("rope_parameters") or {}), **text}
-    if missing := [name for name in _OTHER_DEFAULTS if given.get(name) is None]:
+    rotary = rotary_parameters(text)
+    given = {**(rotary if isinstance(rotary, Mapping) else {}), **text}
+    needed = [*_OTHER_DEFAULTS, *(["partial_rotary_factor"] if plain == "glm4" else [])]
+    needed += ["max_window_layers"] if text.get("use_sliding_window") else []
+    if missing := [name for name in needed if given.get(name) is None]:
         raise CheckpointMismatchError(
             f"{where}: no {', '.join(missing)}, whose defaults differ in a {own} and in a "
             f"{plain}: state them"

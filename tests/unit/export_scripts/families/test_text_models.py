@@ -139,13 +139,32 @@ def _without_base(config: dict[str, Any]) -> None:
     del config["text_config"]["rms_norm_eps"]
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+def _text(**settings: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["text_config"].update(settings)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_without_base, "no rms_norm_eps, rope_theta, whose defaults differ in a qwen2_5_vl_text"),
         (lambda config: config.update(text_config=[1]), "text_config = [1]: expected a table"),
         (lambda config: config.update(fuse_norms=True), "fuse_norms = True is not known"),
-        (lambda config: config["text_config"].update(model_type="mamba"), "model type mamba"),
+        (_text(model_type="mamba"), "model type mamba"),
+        (lambda config: config.update(rope_scaling=LINEAR), "and None in text_config: releases"),
+        (_text(rope_scaling=LINEAR), "no rope_theta, whose"),
+        (_text(use_sliding_window=True, max_window_layers=None), "no max_window_layers, whose"),
+        (_text(model_type="glm4v_text"), "no partial_rotary_factor, whose"),
+        (
+            _text(model_type="qwen3_vl_text", use_sliding_window=True),
+            "use_sliding_window = True, and a qwen3_vl_text always computes with False",
+        ),
+        (
+            _text(model_type="granite", logits_scaling=3.0),
+            "logits_scaling = 3.0 of a granite, which a qwen2_5_vl does not apply: state 1",
+        ),
         (lambda config: config.update(model_type="idefics3"), "model type idefics3"),
     ],
 )
