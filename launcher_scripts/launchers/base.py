@@ -14,6 +14,7 @@ from foundations.files.json_content import Table
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT
 from stages.base import Stage
+from stages.job_process import OWNER_VARIABLE
 from stages.record import RECORD_NAME
 from stages.step import JobStep
 
@@ -34,7 +35,7 @@ _FOREIGN_PREFIXES = (
 )  # fmt: skip
 _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
+    "GROUP_RANK", OWNER_VARIABLE,
 )  # fmt: skip
 # Exceptions: these locate the scheduler, or come from a user's profile for every sbatch.
 _KEPT_NAMES = (
