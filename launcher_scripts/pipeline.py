@@ -102,8 +102,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             problems += each.stage.check()
             if not config.is_dry_run:
                 problems += each.stage.missing_now()
-    with _errors_in(problems, config):
-        notes += _notes(plan.to_run)
+            notes += _notes(each)
     return replace(plan, problems=[*dict.fromkeys(problems)], notes=notes)
 
 
@@ -145,18 +144,16 @@ def _drop_export(requested: list[str], engine: str) -> list[str]:
     ]
 
 
-def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
-    """Yield why stages run that were not requested or were finished, and the stages' own notes."""
-    for planned in to_run:
-        if planned.needed_by:
-            yield (
-                f"{planned.needed_by} needs {planned.stage.outputs()[0]}, which is missing: "
-                f"{planned.name} runs first"
-            )
-    for planned in to_run:
-        for change in planned.finding.changes[:3]:
-            yield f"{planned.name} runs again: {change} it was done"
-        yield from planned.stage.notes()
+def _notes(planned: PlannedStage) -> Iterator[str]:
+    """Yield why a stage runs that was not requested or was finished, and its own notes."""
+    if planned.needed_by:
+        yield (
+            f"{planned.needed_by} needs {planned.stage.outputs()[0]}, which is missing: "
+            f"{planned.name} runs first"
+        )
+    for change in planned.finding.changes[:3]:
+        yield f"{planned.name} runs again: {change} it was done"
+    yield from planned.stage.notes()
 
 
 def _prerequisite(name: str, config: Config) -> str | None:

@@ -28,10 +28,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, *, retries: int = 3) -> bytes:
     """Return the contents of a state file.
 
-    A pipe, which may never end, and a file that would fill the memory are refused.
+    A pipe, which may never end, and a file that would fill the memory are refused. On NFS, a file
+    that another machine replaces before it is read is stale, and is opened again.
 
     Raises:
         OSError: The file cannot be read.
@@ -46,5 +47,10 @@ def read_file(path: Path) -> bytes:
             raise ValueError(f"it has {found.st_size} bytes, of {_LARGEST_BYTES} at most")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
+    except OSError as error:
+        error.filename = str(path)  # a failed read does not name its file
+        if error.errno != errno.ESTALE or not retries:
+            raise
     finally:
         os.close(descriptor)
+    return read_file(path, retries=retries - 1)
