@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from foundations.files.lock import folder_lock
-from launcher_scripts.configuration.diagnosis import decided_elsewhere, is_below
+from launcher_scripts.configuration.diagnosis import is_below
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
@@ -46,12 +46,6 @@ class _LastRun:
 def record_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
     """Record the results folders of the run, or of the rows, that start now."""
     write_json(base_results_dir / LAST_RUN, _LastRun(tuple(map(str, results_dirs))))
-
-
-def problems_of_action(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return a problem for each override that the action would ignore."""
-    why = "action=cancel ends every job of the run"
-    return decided_elsewhere(overrides, ["stages"], why) if config.action == "cancel" else []
 
 
 def run_action(config: Config, console: Console, overrides: Sequence[str] = ()) -> int:

@@ -126,9 +126,12 @@ def _run(words: Sequence[str]) -> int:
     if config.action == "watch":
         return _watch(config, arguments.overrides, compose, problems, console)
     if config.action not in ("run", "upgrade"):
-        from launcher_scripts.actions import problems_of_action, run_action
+        from launcher_scripts.actions import run_action
+        from launcher_scripts.configuration.diagnosis import decided_elsewhere
 
-        problems += problems_of_action(config, arguments.overrides)
+        ignored = ["stages"] * (config.action == "cancel")
+        why = "action=cancel ends every job of the run"
+        problems += decided_elsewhere(arguments.overrides, ignored, why)
         return _report(problems) if problems else run_action(config, console, arguments.overrides)
     if (other := _replica_index(config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
