@@ -69,7 +69,6 @@ class Answer:
     has_begun: bool = field(default=False, init=False)  # a chunk was sent
 
     def __post_init__(self) -> None:
-        self._longest_stop = max(map(len, self.stops), default=0)
         self._whole = ""  # the text including what is held back
         self._decoded = 0  # number of tokens in `_whole`
         self._ids: list[int] = []  # without the end token
@@ -103,19 +102,21 @@ class Answer:
                 at=self.scored[-1].last if self.scored else 0,
                 shown=self.end_ids,
             )
-        searched = max(len(self._whole) - self._longest_stop + 1, 0)
+        before = len(self._whole)
         self._whole = text = self._whole + self._new_text(more=more)
         stop: int | None = None
         if self.stops and self.tokens > self.min_tokens:
-            starts = ((s, max(searched, self._free - len(s) + 1)) for s in self.stops)
-            found = ((at, len(s)) for s, first in starts if (at := text.find(s, first)) >= 0)
-            stop, length = min(found, default=(None, 0))
+            soonest = 1 + max(before, self._free)  # end of a stop text that is not known yet
+            firsts = ((s, max(soonest - len(s), 0)) for s in self.stops)
+            found = ((at + len(s), at) for s, first in firsts if (at := text.find(s, first)) >= 0)
+            # The one that is complete first, however many tokens come at once.
+            stop_end, stop = min(found, default=(0, None))
         if stop is not None:
             self.text = text[:stop]
             self.scored = [token for token in self.scored if token.first < stop]
             self.tokens = bisect_left(
                 range(len(self._ids)),
-                stop + length,
+                stop_end,
                 key=lambda count: len(self._text_of(self._ids[:count])),
             )
             self.finish_reason = "stop"

@@ -151,14 +151,12 @@ def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize(
-    ("stop", "text"), [("l", "Hello, you there!"), ("o", "Hello, y"), ("o,", "Hell")]
-)
-def test_no_stop_text_ends_an_answer_before_its_minimum(
+@pytest.mark.parametrize(("stop", "text"), [("l", "Hel"), ("o", "Hello, y"), ("o,", "Hell")])
+def test_the_first_stop_text_after_the_minimum_ends_an_answer(
     stop: str, text: str, at_once: bool
 ) -> None:
     ids = Letters().encode("Hello, you there!")
-    answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, [stop, "yonder"], min_tokens=5)
+    answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, [stop, "lo, you"], min_tokens=5)
     for count in [] if at_once else range(1, len(ids)):
         answer.update(Candidate(ids[:count]), final=False)
     answer.update(Candidate(ids), final=True)
