@@ -155,10 +155,18 @@ class EvaluateStage(Stage):
         try:
             with self._server(progress) as (url, openai_url, ready_at):
                 options = replace(self.options, url=url, openai_url=openai_url)
-                return self._evaluate(options, self._facts(ready_at), progress)
-        finally:
-            if self.endpoint_path is not None and self.stops_server:
-                self.endpoint_path.with_name(STOP_NAME).touch()
+                summary = self._evaluate(options, self._facts(ready_at), progress)
+        except Exception:
+            self._end_server()
+            raise
+        # A signal leaves the server running: the job may be requeued, and then needs it.
+        self._end_server()
+        return summary
+
+    def _end_server(self) -> None:
+        """Ask the server of the pipeline to end, if only this evaluation needs it."""
+        if self.endpoint_path is not None and self.stops_server:
+            self.endpoint_path.with_name(STOP_NAME).touch()
 
     def _evaluate(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
         from inference.evaluation.report.document import part_text

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -274,9 +275,17 @@ def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path):
     assert (Path(options.output_dir) / "junit.xml").is_file()
 
 
-def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path):
+def test_evaluation_lets_the_server_of_the_pipeline_end_unless_it_may_be_requeued(
+    tmp_path, monkeypatch
+):
     write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json", stops_server=True)
+    for signal in (KeyboardInterrupt, SystemExit):
+        with monkeypatch.context() as patch:
+            patch.setattr(stage, "_server", Mock(side_effect=signal))
+            with pytest.raises(signal):
+                stage()
+    assert not (tmp_path / "stop_requested").exists()
     with pytest.raises(NotEvaluatedError):
         stage()
     assert (tmp_path / "stop_requested").exists()
