@@ -67,7 +67,7 @@ class _Encoder(NamedTuple):
     def read(self, text: str, *, both: bool) -> dict[str, Any]:
         """Return a text's ids and their text; with `both`, also those with special tokens.
 
-        The library's error takes their place.
+        The library's error takes the place of the ids.
         """
         found: dict[str, Any] = {}
         for special in (False, True)[: 1 + both]:
@@ -76,7 +76,7 @@ class _Encoder(NamedTuple):
                 found[f"ids{suffix}"] = ids = self.encode(text, special)
                 found[f"text of ids{suffix}"] = self.decode(ids, special)
             except Exception as error:  # files can hold anything
-                found["error"] = f"{type(error).__name__}: {error}"
+                found[f"ids{suffix}"] = f"{type(error).__name__}: {error}"
         return found
 
 

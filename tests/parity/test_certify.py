@@ -391,6 +391,12 @@ UP = "model.layers.1.mlp.up_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+# A model that knows no other words, and no token for them.
+KNOWN_WORDS = {
+    "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+    "max_input_chars_per_word": 100,
+    "vocab": {END: 0, "Is": 1, "Ġit": 2, "Ġthe": 3, "Ġsame": 4, "?": 5, "It": 6, "Ġis": 7, ".": 8},
+}  # fmt: skip
 
 # name -> model, fault, part, the place that is named, what is said of it
 FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
@@ -594,6 +600,9 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "a token between two texts": (
         "llama", tokenizer(post_processor=texts_with_tokens("A", "A|B")), "tokenizer",
         "input_ids", "pair",
+    ),
+    "texts that the tokenizer cannot read": (
+        "llama", tokenizer(model=KNOWN_WORDS), "tokenizer", "'Hello world'", "[UNK]",
     ),
     "a length that no text can have": (
         "llama", setting("tokenizer_config.json", model_max_length=[1]), "tokenizer", "folder",
