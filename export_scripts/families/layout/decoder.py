@@ -19,7 +19,10 @@ def unrotatable(name: str, dims: int, size: int) -> list[str]:
     """Return a problem if `dims` dimensions of a head of `size` cannot be rotated in pairs."""
     if 0 <= dims <= size and dims % 2 == 0:
         return []
-    return [f"{name} = {dims} is not an even number of at most the head size of {size}"]
+    return [
+        f"{name} = {dims} is not an even number of at most the head size of {size}; correct the "
+        "rotated share of a head (partial_rotary_factor, rotary_pct, rotary_percent)"
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

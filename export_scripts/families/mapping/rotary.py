@@ -57,7 +57,10 @@ def rotary_fields(
         given, local = _parameters_by_kind(settings)
         local_base = _local_base(settings, local, local_key, local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
-        settings.note("layers have different rotary positions")
+        settings.note(
+            f"rope_parameters (rope_scaling) = {given!r:.200}: layers have different rotary "
+            "positions; expected one table of parameters for all layers of this family"
+        )
         given = {}
     stated = given.get("rope_type") or given.get("type")
     if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):

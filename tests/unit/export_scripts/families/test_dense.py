@@ -122,7 +122,7 @@ def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "without low_freq_factor"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "layers have different rotary positions",
+            "layers have different rotary positions; expected one table",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be represented"),
         ({"hidden_act": "quick_gelu"}, "hidden_act = quick_gelu cannot be represented"),
