@@ -129,11 +129,6 @@ class Answer:
             is_short = is_ended or self.tokens < self.limit
             self.finish_reason = "stop" if is_short else "length"
 
-    def token_ids(self, first: int = 0) -> list[int]:
-        """Return its tokens from number `first` on, including the end token."""
-        end = [] if self.end_id is None else [self.end_id]
-        return [*self._ids[first : self.tokens], *end][: self.tokens - first]
-
     @cached_property
     def _free(self) -> int:
         """Characters of its first `min_tokens` tokens."""
@@ -161,7 +156,11 @@ class Answer:
             return None
         self._sent_characters += len(text)
         self._sent_tokens += len(ready)
-        ids = self.token_ids(self._sent_ids)
+        # Tokens without text yet may turn out to follow a stop text.
+        ids = self._ids[self._sent_ids : self._decoded]
+        if is_last:
+            end_ids = [] if self.end_id is None else [self.end_id]
+            ids = [*self._ids, *end_ids][self._sent_ids : self.tokens]
         self._sent_ids += len(ids)
         self.has_begun, self._is_sent = True, is_last
         return text, ready, ids

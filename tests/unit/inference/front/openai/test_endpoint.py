@@ -179,6 +179,15 @@ def test_a_stream_sends_no_score_of_a_stop_text() -> None:
     assert (sent, answer.text, answer.finish_reason) == (ids[:2], "ab", "stop")
 
 
+def test_a_stream_sends_no_token_after_a_stop_text() -> None:
+    ids, sent = list("ab\u00e9".encode()), list[int]()
+    answer = Answer(Codec(Utf8(), None), (), 50, ["a"])
+    for count in (3, 4):  # the first ends inside a character
+        answer.update(Candidate(ids[:count]), final=False)
+        sent += (answer.unsent() or ("", [], []))[2]
+    assert sent == ids[:1]
+
+
 def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
     model = FakeModel()
 
