@@ -272,21 +272,23 @@ def _status(
 
 
 def _remarks(job: record.JobRecord, folder: Path, queue: slurm_state.SlurmQueue) -> Iterator[str]:
-    """Yield why a job failed or is waiting, or what it is doing."""
-    yield job.error
+    """Yield why a job failed or is waiting, or what it is doing.
+
+    The error of a job that is not over is that of its life before a requeue.
+    """
     if job.is_final:
+        yield job.error
         return
     try:
-        if not job.error:
-            in_queue = job.cluster == _QUEUED_CLUSTER and job.job_id
-            answer = queue.state(job.job_id) if in_queue else None
-            if answer is not None and (reason := answer.waits_for):
-                is_dependent = job.dependency and reason == "Dependency"
-                yield f"in the queue: {reason}" + (f" ({job.dependency})" if is_dependent else "")
-            else:
-                yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
-                phase = read_progress(folder / PROGRESS_NAME).phase
-                yield f"{phase}; job {job.successor} follows" if job.successor else phase
+        in_queue = job.cluster == _QUEUED_CLUSTER and job.job_id
+        answer = queue.state(job.job_id) if in_queue else None
+        if answer is not None and (reason := answer.waits_for):
+            is_dependent = job.dependency and reason == "Dependency"
+            yield f"in the queue: {reason}" + (f" ({job.dependency})" if is_dependent else "")
+        else:
+            yield slurm_state.UNREACHABLE * bool(in_queue and answer is None)
+            phase = read_progress(folder / PROGRESS_NAME).phase
+            yield f"{phase}; job {job.successor} follows" if job.successor else phase
     except DamagedFileError as error:
         yield str(error)
     except OSError as error:

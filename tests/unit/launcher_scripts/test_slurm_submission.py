@@ -14,6 +14,7 @@ from launcher_scripts.job_folder import prepare_submission
 from launcher_scripts.launchers import slurm_state
 from launcher_scripts.launchers.base import Job, SubmissionError
 from launcher_scripts.launchers.slurm import SlurmHandle, end_without_evaluation
+from launcher_scripts.main import main
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig
 from stages.endpoint import STOP_NAME
@@ -104,6 +105,16 @@ def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm: Path):
         programs(slurm, squeue=f"echo '7|{word}|JobHeldUser|{script}'")
         (found,) = jobs_in(tmp_path)
         assert (found.job_id, found.stage, found.state) == ("7", "convert", state)
+
+
+def test_a_requeued_job_shows_why_it_waits(tmp_path, slurm: Path, capsys):
+    path = tmp_path / "convert" / "job.json"
+    write_record(path, JobRecord("7", "convert", "c", "running", "bcm", error="stopped"))
+    programs(slurm, squeue=f"echo '7|PENDING|BeginTime|{path.parent}/submitit/1.sh'")
+    assert main(["action=status", f"run_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "convert: in the queue: BeginTime" in shown
+    assert "stopped" not in shown
 
 
 def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path):
