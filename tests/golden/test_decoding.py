@@ -52,21 +52,21 @@ def row(
 
 
 @pytest.mark.parametrize("case", cases("xorwow"))
-def test_generator_gives_the_recorded_words_and_uniforms(case: Case) -> None:
+def test_generator_gives_the_recorded_words_and_uniforms(case):
     words, uniforms = Xorwow(int(case["seed"])), Xorwow(int(case["seed"]))
     assert [words.word() for _ in case["words"]] == case["words"]
     assert [uniforms.uniform() for _ in case["uniforms"]] == case["uniforms"]
 
 
 @pytest.mark.parametrize("case", cases("topk_topp_arguments"))
-def test_selection_arguments_are_normalised(case: Case) -> None:
+def test_selection_arguments_are_normalised(case):
     k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
     assert (k, p) == (case["k"], case["p"])
     assert ("top_k" if k > 0 else "top_p") == case["path"]
 
 
 @pytest.mark.parametrize("case", cases("temperature"))
-def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
+def test_temperature_scales_the_real_vocabulary(case):
     temperatures = case["temperatures"]
     processed = process_logits(
         torch.tensor(case["logits"]),
@@ -83,7 +83,7 @@ def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("repetition_presence"))
-def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
+def test_penalty_acts_once_on_each_id_seen(case):
     seen = np.asarray(case["padded_prompt"][: case["input_length"]] + case["generated"])
     assert sorted(set(seen.tolist())) == case["penalised"]
     repetition, presence = {"repetition": (case["value"], 0), "presence": (1, case["value"])}[
@@ -98,7 +98,7 @@ def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("repetition_presence"))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
+def test_ranks_penalise_each_id_seen(case, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("a CUDA device is needed")
     prompt = tuple(case["padded_prompt"][: case["input_length"]])
@@ -127,7 +127,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", cases("min_length"))
-def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
+def test_end_token_is_barred_until_the_minimum_length(case):
     end_id = case["end_id"]
     for length, allowed in enumerate(case["end_allowed_at_generated_index"]):
         sampler = Sampler(vocab_size=6)
@@ -140,7 +140,7 @@ def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("top_p_decay"))
-def test_nucleus_shrinks_and_resets(case: Case) -> None:
+def test_nucleus_shrinks_and_resets(case):
     # None: the request does not say.
     given = {"runtime_top_p": case["top_p"]}
     given |= {name: case[name] for name in ("top_p_decay", "top_p_min", "top_p_reset_ids")}
@@ -163,7 +163,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("sampling"))
 @pytest.mark.parametrize("mode", ["renormalized", "full"])
-def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
+def test_sampled_tokens_and_log_probs(case, mode):
     k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
     options = SamplingParams(
         end_id=case["vocab"],
@@ -188,7 +188,7 @@ def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
 
 @pytest.mark.parametrize("case", cases("sampling"))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
+def test_tokens_that_ranks_sample(case, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("a CUDA device is needed")
     k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
@@ -211,7 +211,7 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", cases("bad_words"))
-def test_bad_words_ban_their_last_token(case: Case) -> None:
+def test_bad_words_ban_their_last_token(case):
     entries = read_entries(*np.asarray(case["bad_words_list"]))
     assert entries is not None
     banned = banned_ids(case["history"], entries, vocab_size=16)
@@ -219,7 +219,7 @@ def test_bad_words_ban_their_last_token(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("stop_words"))
-def test_stop_words_match_the_newest_tokens(case: Case) -> None:
+def test_stop_words_match_the_newest_tokens(case):
     entries = read_entries(*np.asarray(case["stop_words_list"]))
     assert entries is not None
     assert ends_with(case["history"], entries) == case["finished"]
@@ -247,7 +247,7 @@ def search(case: Case, *, prompt: list[int], output_len: int, pool: bool) -> tup
 
 
 @pytest.mark.parametrize("case", cases("beam_gpt"))
-def test_beam_search_keeps_finished_beams(case: Case) -> None:
+def test_beam_search_keeps_finished_beams(case):
     prompt = case["prompt"]
     result, steps = search(case, prompt=prompt, output_len=case["request_output_len"], pool=False)
     assert steps == case["steps_run"]
@@ -264,7 +264,7 @@ def test_beam_search_keeps_finished_beams(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("beam_t5"))
-def test_beam_search_with_a_pool(case: Case) -> None:
+def test_beam_search_with_a_pool(case):
     result, steps = search(
         case, prompt=[case["start_id"]], output_len=case["max_output_len"], pool=True
     )
@@ -282,7 +282,7 @@ def test_beam_search_with_a_pool(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("gpt_output_layout"))
-def test_output_layout_of_padded_batches(case: Case) -> None:
+def test_output_layout_of_padded_batches(case):
     columns = {
         "input_ids": case["input_ids"],
         "input_lengths": [[n] for n in case["input_lengths"]],

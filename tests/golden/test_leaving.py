@@ -35,7 +35,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("folder", cases())
-def test_the_folder_has_the_logits_of_its_source(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_has_the_logits_of_its_source(folder, tmp_path):
     case, name = read_json(folder / "case.json"), "/".join(folder.parts[-2:])
     request = ConversionRequest(
         folder / case["source"],

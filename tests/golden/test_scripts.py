@@ -55,9 +55,7 @@ def scripts(folder: Path, words: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_scripts_are_the_checked_in_ones(
-    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_the_checked_in_ones(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # what is installed here does not matter
     for name in [each for each in os.environ if each.startswith(("NGC_", "NEMO_"))]:
         monkeypatch.delenv(name)

@@ -138,9 +138,7 @@ def request_for(
 
 
 @pytest.mark.parametrize(("folder", "case", "variant"), cases())
-def test_shards_equal_the_reference(
-    folder: Path, case: Mapping[str, Any], variant: Mapping[str, Any], tmp_path: Path
-) -> None:
+def test_shards_equal_the_reference(folder, case, variant, tmp_path):
     request = request_for(folder, case, variant, tmp_path / "ours")
     assert check_conversion(request) == []
     ours = convert(request).ft_dir

@@ -23,7 +23,7 @@ def _vectors(shared: Path, name: str) -> Any:
     return json.loads((shared / "golden" / "wordlists" / name).read_text())
 
 
-def test_every_recorded_word_list_gives_the_recorded_tensor(shared: Path, gpt2: Tokenizer) -> None:
+def test_every_recorded_word_list_gives_the_recorded_tensor(shared, gpt2):
     cases = _vectors(shared, "gpt2.json")["cases"]
     assert len(cases) >= 20
     for case in cases:
@@ -33,25 +33,23 @@ def test_every_recorded_word_list_gives_the_recorded_tensor(shared: Path, gpt2: 
         assert [split_words(text) for text in case["csv"]] == case["fields"], case["name"]
 
 
-def test_every_recorded_bad_record_is_refused_and_the_row_named(
-    shared: Path, gpt2: Tokenizer
-) -> None:
+def test_every_recorded_bad_record_is_refused_and_the_row_named(shared, gpt2):
     for case in _vectors(shared, "gpt2_errors.json")["cases"]:
         with pytest.raises(ValueError, match=r"BAD_WORDS_DICT\[1\]"):
             word_list_tensor(["", *case["csv"]], gpt2, name="BAD_WORDS_DICT")
 
 
-def test_every_recorded_text_encodes_to_the_recorded_ids(shared: Path, gpt2: Tokenizer) -> None:
+def test_every_recorded_text_encodes_to_the_recorded_ids(shared, gpt2):
     for case in _vectors(shared, "gpt2_encode.json")["encode"]:
         assert gpt2.encode(case["text"]) == case["ids"], case["text"]
 
 
-def test_every_recorded_id_list_decodes_to_the_recorded_text(shared: Path, gpt2: Tokenizer) -> None:
+def test_every_recorded_id_list_decodes_to_the_recorded_text(shared, gpt2):
     for case in _vectors(shared, "gpt2_encode.json")["decode"]:
         assert gpt2.decode(case["ids"]) == case["text"], case["ids"]
 
 
-def test_recorded_prompts_are_padded_as_recorded(shared: Path, gpt2: Tokenizer) -> None:
+def test_recorded_prompts_are_padded_as_recorded(shared, gpt2):
     case = _vectors(shared, "gpt2_preprocessing.json")
     ids, lengths = pad_rows([gpt2.encode(text) for text in case["query"]], pad_id=case["pad_id"])
     assert ids.dtype == lengths.dtype == np.uint32
@@ -59,7 +57,7 @@ def test_recorded_prompts_are_padded_as_recorded(shared: Path, gpt2: Tokenizer) 
     assert lengths.tolist() == case["request_input_len"]
 
 
-def test_sample_model_vocabulary_reproduces_its_recorded_prompts(shared: Path) -> None:
+def test_sample_model_vocabulary_reproduces_its_recorded_prompts(shared):
     tokenizer = load_tokenizer(shared / "sample_model")
     for case in json.loads((shared / "sample_model" / "greedy.json").read_text()):
         assert tokenizer.encode(case["prompt"]) == case["input_ids"]

@@ -31,7 +31,7 @@ def record(folder: Path, stage: str) -> JobRecord:
 
 
 @pytest.mark.parametrize("nodes", [pytest.param("1", marks=pytest.mark.long), "2"])
-def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
+def test_command_of_the_guide(tmp_path, monkeypatch, nodes):
     monkeypatch.setenv("NGC_ARRAY_SIZE", nodes)
     base, log = tmp_path / "mount", tmp_path / "export_gpt3_log.txt"
     with tarfile.open(SAMPLE) as archive:
@@ -60,7 +60,7 @@ def test_command_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
 
 @pytest.mark.long  # two nodes serve in test_multi_node and test_kubernetes_pods
 @pytest.mark.triton
-def test_a_model_over_two_replicas_is_served_and_measured(tmp_path: Path) -> None:
+def test_a_model_over_two_replicas_is_served_and_measured(tmp_path):
     command = [
         sys.executable, "main.py", "export=gpt3/sample", "cluster_type=bcp",
         f"base_results_dir={tmp_path}/r", "cluster.gpus_per_node=1",

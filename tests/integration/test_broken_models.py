@@ -187,9 +187,7 @@ class ForgettingModel(EngineModel):
         ),
     ],
 )
-def test_a_model_that_is_asked_wrongly_does_not_pass(
-    kind: type, status: int, shards: Path, tmp_path: Path
-):
+def test_a_model_that_is_asked_wrongly_does_not_pass(kind, status, shards, tmp_path):
     gate = gate_of(shards, tmp_path / "out", kind)
     print(kind.__name__, *gate.verdicts, sep="\n    ")
     assert gate.exit_code == status
@@ -231,7 +229,7 @@ def gate_of(folder: Path, output_dir: Path, kind: type[EngineModel] = EngineMode
         ),
     ],
 )
-def test_a_broken_model_is_caught(broken: Callable[[Path], None], shards: Path, tmp_path: Path):
+def test_a_broken_model_is_caught(broken, shards, tmp_path):
     folder = shutil.copytree(shards, tmp_path / "1-gpu")
     broken(folder)
     gate = gate_of(folder, tmp_path / "out")
@@ -249,9 +247,7 @@ def test_a_broken_model_is_caught(broken: Callable[[Path], None], shards: Path, 
         pytest.param(add_a_bias_twice, "breached", marks=pytest.mark.long),
     ],
 )
-def test_a_change_that_is_no_regression_is_seen(
-    changed: Callable[[Path], None], found: str, shards: Path, tmp_path: Path
-):
+def test_a_change_that_is_no_regression_is_seen(changed, found, shards, tmp_path):
     folder = shutil.copytree(shards, tmp_path / "1-gpu")
     changed(folder)
     gate = gate_of(folder, tmp_path / "out")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
 
-def test_a_job_certifies_what_is_served_and_ends_its_server(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_a_job_certifies_what_is_served_and_ends_its_server(tmp_path, slurm_cluster):
     command = start(
         "export=gpt3/sample", "stages=[certify]", *CLUSTER, *FREE_PORTS, "wait=true",
         f"base_results_dir={tmp_path}", "certify.serve=true", "certify.protocol=grpc",

@@ -82,9 +82,7 @@ def asked(
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "damaged"])
-def test_served_model_is_its_source(
-    root: Path, server: ModelServer, name: str, tmp_path: Path
-) -> None:
+def test_served_model_is_its_source(root, server, name, tmp_path):
     status, served = asked(root, server, name, tmp_path)
     assert (status, [row["batch_size"] for row in served["rows"]]) == (0, [1, 4])
     for row in served["rows"]:
@@ -94,9 +92,7 @@ def test_served_model_is_its_source(
             assert row["same_tokens"] == 1
 
 
-def test_damaged_shard_is_found_in_its_answers_and_by_its_tensor(
-    root: Path, server: ModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_shard_is_found_in_its_answers_and_by_its_tensor(root, server, tmp_path, capsys):
     folder = root / "repository" / "damaged" / "1" / "1-gpu"
     status, served = asked(root, server, "damaged", tmp_path, str(folder))
     assert (status, len(served["findings"])) == (1, 2)
@@ -106,9 +102,7 @@ def test_damaged_shard_is_found_in_its_answers_and_by_its_tensor(
     assert f"{DAMAGED}: changed" in reported
 
 
-def test_a_server_that_is_not_there_is_not_called_equal(
-    root: Path, server: ModelServer, tmp_path: Path
-) -> None:
+def test_a_server_that_is_not_there_is_not_called_equal(root, server, tmp_path):
     source = str(root / "sources" / "gpt2")
     words = ["--protocol", "grpc", "--endpoint", "127.0.0.1:9", "--output", str(tmp_path)]
     assert certify([source, *words]) == 3
@@ -117,7 +111,7 @@ def test_a_server_that_is_not_there_is_not_called_equal(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5_encoder", "bert"])
-def test_latency_needs_no_task(root: Path, server: ModelServer, name: str, tmp_path: Path) -> None:
+def test_latency_needs_no_task(root, server, name, tmp_path):
     _, tp_size = MODELS[name]
     weights = root / "repository" / name / "1" / f"{tp_size}-gpu"
     options = EvaluationOptions(

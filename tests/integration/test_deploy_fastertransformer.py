@@ -66,8 +66,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_server_is_started_as_its_guide_says_and_ends_in_order_when_a_file_asks_for_that(
-    tmp_path: Path, repository: Path, words: list[str], folder: Path
-) -> None:
+    tmp_path, repository, words, folder
+):
     command = start(*words, "deploy.keep=true")
     endpoint = endpoint_of(folder / "endpoint.json", command)
     reported = json.loads((tmp_path / "reported").read_text())
@@ -105,13 +105,13 @@ NO_ANSWER = "FasterTransformer execute failure: out of memory"
     ids=["lacks weights", "does not answer"],
 )
 def test_server_that_cannot_serve_fails_the_stage(
-    words: list[str],
-    folder: Path,
-    variable: str,
-    said: str,
-    reported: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    words,
+    folder,
+    variable,
+    said,
+    reported,
+    monkeypatch,
+):
     monkeypatch.setenv(variable, said)
     status, text = run(*words)
     assert status == 1, text
@@ -119,9 +119,7 @@ def test_server_that_cannot_serve_fails_the_stage(
     assert not (folder / "endpoint.json").exists()
 
 
-def test_dry_run_shows_the_command_and_starts_nothing(
-    tmp_path: Path, repository: Path, words: list[str]
-) -> None:
+def test_dry_run_shows_the_command_and_starts_nothing(tmp_path, repository, words):
     ports = [f"deploy.{name}_port={port}" for name, port in TRITON_PORTS.items()]
     status, text = run(*words, "dry_run=true", *ports)
     assert status == 0, text

@@ -78,9 +78,7 @@ def answer(endpoint: dict[str, Any]) -> str:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 
-def test_crashed_server_is_replaced_until_the_count_is_used_up(
-    usual_host: str, exported: Path
-) -> None:
+def test_crashed_server_is_replaced_until_the_count_is_used_up(usual_host, exported):
     path = exported / RESULTS / "deploy" / "endpoint.json"
     *first_victims, last_victim = VICTIMS[usual_host]
     restarts = (f"deploy.max_restarts={len(first_victims)}", "deploy.restart_backoff_s=0.2")
@@ -110,8 +108,8 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(
 
 
 def test_new_server_takes_over_without_being_missed_and_ends_with_ctrl_c(
-    usual_host: str, sample_repository: SampleRepository, tmp_path: Path
-) -> None:
+    usual_host, sample_repository, tmp_path
+):
     path = tmp_path / RESULTS / "deploy" / "endpoint.json"
     streamed: list[str] = []
     outlived: list[int] = []  # frames that came after the new server was published
@@ -203,9 +201,7 @@ def test_new_server_takes_over_without_being_missed_and_ends_with_ctrl_c(
 
 
 @pytest.mark.parametrize("by", ["file", pytest.param("signal", marks=pytest.mark.long)])
-def test_server_that_is_still_loading_ends_when_it_is_asked_to(
-    usual_host: str, exported: Path, by: str
-) -> None:
+def test_server_that_is_still_loading_ends_when_it_is_asked_to(usual_host, exported, by):
     folder = exported / RESULTS / "deploy"
     progress = folder / "progress.json"
     progress.unlink(missing_ok=True)
@@ -238,9 +234,7 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(
     assert not (folder / "endpoint.json").exists()
 
 
-def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_time_that_is_over_before_the_server_is_ready_is_a_failure(exported, tmp_path):
     config = DeployConfig(
         folder=exported / "repository",
         model_name="fastertransformer",
@@ -263,8 +257,8 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
 @pytest.mark.triton
 @pytest.mark.s3
 def test_repository_is_published_and_served_from_an_object_store(
-    store_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store_endpoint, tmp_path, monkeypatch
+):
     boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install boto3")
     secret = "only-for-this-test"
     environment = {
@@ -298,9 +292,7 @@ def test_repository_is_published_and_served_from_an_object_store(
 
 @pytest.mark.triton
 @pytest.mark.s3
-def test_store_that_cannot_be_reached_fails_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_that_cannot_be_reached_fails_the_export(tmp_path, monkeypatch):
     environment = {
         "AWS_ACCESS_KEY_ID": "x",
         "AWS_SECRET_ACCESS_KEY": "x",

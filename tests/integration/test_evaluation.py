@@ -74,14 +74,14 @@ def assert_equals_recorded(options: EvaluationOptions, recorded: Path = RECORDED
     return report
 
 
-def test_every_bundled_passage_equals_the_reference(options, server) -> None:
+def test_every_bundled_passage_equals_the_reference(options, server):
     """All three metrics, text through the ensemble, encoded by the server itself."""
     report = assert_equals_recorded(options)
     assert len(report.baseline) == 3
     assert report.tasks[0].dataset.count == 64
 
 
-def test_http_and_the_model_alone_give_the_same_figures(options, server) -> None:
+def test_http_and_the_model_alone_give_the_same_figures(options, server):
     over_http = replace(
         options,
         url=server.address("http").removeprefix("http://"),
@@ -92,9 +92,7 @@ def test_http_and_the_model_alone_give_the_same_figures(options, server) -> None
     assert_equals_recorded(over_http)
 
 
-def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
-    options, shared: Path, tmp_path: Path
-) -> None:
+def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(options, shared, tmp_path):
     """Passages whose two best logits lie next to each other change first when anything does."""
     lines = material("data", "lambada_test.jsonl").read_text().splitlines()
     recorded = json.loads((shared / "sample_model" / "lambada.json").read_text())["per_passage"]
@@ -116,7 +114,7 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     assert_equals_recorded(replace(options, lambada=lambada), path)
 
 
-def test_a_latency_sweep_is_measured(options) -> None:
+def test_a_latency_sweep_is_measured(options):
     latency = LatencyOptions(shapes=["16+4"], batch_sizes=[2], concurrencies=[1, 2], requests=4)
     report = evaluate(replace(options, latency=latency, limit=2), FACTS)
     assert [point.concurrency for point in report.latency] == [1, 2]
@@ -125,7 +123,7 @@ def test_a_latency_sweep_is_measured(options) -> None:
         assert present(point.first_token_ms) > 0
 
 
-def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_path: Path) -> None:
+def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"text": "word " * 600 + "end"}) + "\n")
     lambada = LambadaOptions(data_path=path)
@@ -133,11 +131,11 @@ def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_pat
         evaluate(replace(options, lambada=lambada), FACTS)
 
 
-def test_an_address_without_a_server_is_reported(options) -> None:
+def test_an_address_without_a_server_is_reported(options):
     with pytest.raises(EvaluationError, match=r"no ready server answers grpc requests at 127"):
         evaluate(replace(options, url="127.0.0.1:9"), FACTS)
 
 
-def test_a_model_that_is_not_served_is_reported_with_those_that_are(options) -> None:
+def test_a_model_that_is_not_served_is_reported_with_those_that_are(options):
     with pytest.raises(EvaluationError, match=r"no ready model text_model; it serves .*ensemble"):
         evaluate(replace(options, ensemble_name="text_model"), FACTS)

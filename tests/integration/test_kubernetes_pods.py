@@ -55,7 +55,7 @@ def end(pods: list[subprocess.Popen[str]]) -> None:
             os.killpg(each.pid, signal.SIGKILL)
 
 
-def test_pods_of_two_nodes_serve_one_model_and_end_together(tmp_path: Path) -> None:
+def test_pods_of_two_nodes_serve_one_model_and_end_together(tmp_path):
     sample = ("export=gpt3/sample", f"base_results_dir={tmp_path}")
     assert main([*sample, "stages=[export]"]) == 0
     (repository,) = tmp_path.rglob("model_repo")

@@ -164,8 +164,8 @@ def running_sequences(endpoint: dict[str, Any]) -> int:
 
 
 def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank(
-    slurm_cluster: SlurmCluster, results: Path, greedy_cases: list[dict[str, Any]]
-) -> None:
+    slurm_cluster, results, greedy_cases
+):
     service = Service(slurm_cluster, results, "deploy.max_restarts=1", "deploy.drain_s=240")
     endpoint = service.endpoint()
     assert (endpoint["tp"], endpoint["pp"], endpoint["nodes"]) == (2, 2, 2)
@@ -193,8 +193,8 @@ def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank(
 
 @pytest.mark.long
 def test_an_encoder_over_two_nodes_gives_the_recorded_states_and_a_lost_node_ends_it(
-    slurm_cluster: SlurmCluster, shared: Path, tmp_path: Path
-) -> None:
+    slurm_cluster, shared, tmp_path
+):
     golden = shared / "golden" / "bert" / "tiny"
     model = (
         "export=gpt3/export_gpt3",
@@ -257,9 +257,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_engine_of_nvidia_runs_one_server_per_node(
-    slurm_cluster: SlurmCluster, nvidia_results: Path, tmp_path: Path
-) -> None:
+def test_engine_of_nvidia_runs_one_server_per_node(slurm_cluster, nvidia_results, tmp_path):
     service = Service(
         slurm_cluster,
         nvidia_results,
@@ -276,9 +274,7 @@ def test_engine_of_nvidia_runs_one_server_per_node(
     assert service.record()["state"] == "completed", service.logs()
 
 
-def test_weights_that_another_node_lacks_fail_the_service(
-    slurm_cluster: SlurmCluster, nvidia_results: Path, tmp_path: Path
-) -> None:
+def test_weights_that_another_node_lacks_fail_the_service(slurm_cluster, nvidia_results, tmp_path):
     line = "[FT][WARNING] file /w/model.wte.bin cannot be opened, loading model fails! "
     environment = {**stand_in(tmp_path), "FAKE_FURTHER_SERVER_SAYS": line}
     words = ("deploy.engine=fastertransformer",)

@@ -36,8 +36,8 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def test_archive_with_sentencepiece_is_converted_served_and_breaches_its_bound(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     archive = write_checkpoint(tmp_path)
     data = tmp_path / "passages.jsonl"
     passages = ["the quick brown fox jumps over the lazy dog", "the cook lit the lamp"]

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from inference.decoding.rows import SessionTurn
-from inference.server.client import TritonClient
 from inference.server.server import ModelServer
 from inference.system.ports import FREE_PORTS
 from tests.contract import tensors_of
@@ -93,15 +92,13 @@ def _recorded(shared: Path, name: str) -> tuple[list[int], list[int]]:
     return recorded["prompt"], recorded["continuation"][:count]
 
 
-def test_generator_gives_the_recorded_tokens(shared: Path, client: TritonClient) -> None:
+def test_generator_gives_the_recorded_tokens(shared, client):
     prompt, expected = _recorded(shared, "fastertransformer")
     outputs = client.infer("fastertransformer", tensors_of([prompt], len(expected)))
     assert outputs["output_ids"][0, 0].tolist() == prompt + expected
 
 
-def test_text_models_and_ensemble_of_a_user_stay_as_they_are(
-    shared: Path, client: TritonClient
-) -> None:
+def test_text_models_and_ensemble_of_a_user_stay_as_they_are(shared, client):
     prompt, expected = _recorded(shared, "fastertransformer")
     outputs = client.infer(
         "ensemble",
@@ -116,7 +113,7 @@ def test_text_models_and_ensemble_of_a_user_stay_as_they_are(
     assert outputs["OUTPUT_0"].tolist() == [text]
 
 
-def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClient) -> None:
+def test_conversation_goes_on_where_it_was_left(shared, client):
     prompt, expected = _recorded(shared, "interactive")
 
     def say(words: list[int], count: int, turn: SessionTurn, **options: Any) -> list[int]:
@@ -133,9 +130,7 @@ def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClie
     assert answer[: len(prompt + expected) + 1] == [*prompt, *expected, 17]
 
 
-def test_hidden_states_have_the_type_that_is_computed_in(
-    shared: Path, server: ModelServer, client: TritonClient
-) -> None:
+def test_hidden_states_have_the_type_that_is_computed_in(shared, server, client):
     case = shared / "golden" / MODELS["bert"][0]
     states = np.load(case / "input_hidden_state.npy").astype(np.float16)[None]  # (1, S, E)
     lengths = np.array([[states.shape[1]]], np.int32)
@@ -154,7 +149,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
         assert declared["output_hidden_state"] == "FP16"
 
 
-def test_parameters_that_do_nothing_here_are_logged(server: ModelServer) -> None:
+def test_parameters_that_do_nothing_here_are_logged(server):
     log = server.log_path.read_text()
     assert (
         "fastertransformer: parameter enable_custom_all_reduce has no effect in this engine" in log

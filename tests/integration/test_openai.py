@@ -77,16 +77,14 @@ def client(server: ModelServer, token_file: Path) -> Iterator[openai.OpenAI]:
         yield connected
 
 
-def test_the_models_that_complete_tokens_are_listed(client: openai.OpenAI) -> None:
+def test_the_models_that_complete_tokens_are_listed(client):
     models = {model.id: model for model in client.models.list()}
     assert set(models) == {WHOLE, STREAMING}
     assert client.models.retrieve(WHOLE).id == WHOLE
 
 
 @BOTH
-def test_answers_are_the_recorded_ones_whole_and_streamed(
-    client: openai.OpenAI, model: str, greedy_cases: Cases, usual_host: str
-) -> None:
+def test_answers_are_the_recorded_ones_whole_and_streamed(client, model, greedy_cases, usual_host):
     asked: dict[str, Any] = {"model": model, "max_tokens": NEW_TOKENS, "temperature": 0}
     # A tritonserver has one response of a model that is not decoupled.
     is_whole = usual_host == TRITONSERVER and model == WHOLE
@@ -110,8 +108,8 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
 
 
 def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
-    client: openai.OpenAI, server: ModelServer, token_file: Path, greedy_cases: Cases
-) -> None:
+    client, server, token_file, greedy_cases
+):
     prompt = greedy_cases[0]["input_ids"]
     flag = np.array([[True]])
     with TritonClient(
@@ -147,9 +145,7 @@ def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
 
 
 @BOTH
-def test_seeded_samples_are_the_same_again_and_differ_from_each_other(
-    client: openai.OpenAI, model: str
-) -> None:
+def test_seeded_samples_are_the_same_again_and_differ_from_each_other(client, model):
     asked: dict[str, Any] = {"model": model, "prompt": "It was the", "n": 3, "max_tokens": 12}
     first, again, other = (
         [choice.text for choice in client.completions.create(seed=seed, **asked).choices]
@@ -160,7 +156,7 @@ def test_seeded_samples_are_the_same_again_and_differ_from_each_other(
 
 
 @BOTH
-def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: str) -> None:
+def test_a_chat_is_the_completion_of_its_template(client, model):
     text = "The old man said"
     asked: dict[str, Any] = {"model": model, "max_tokens": 8, "temperature": 0}
     expected = client.completions.create(prompt=text, **asked).choices[0].text
@@ -175,9 +171,7 @@ def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: 
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
 
 
-def test_the_documents_example_runs(
-    server: ModelServer, token_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_documents_example_runs(server, token_file, capsys):
     text = (ROOT / "docs" / "openai.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert server.openai_url is not None
@@ -186,7 +180,7 @@ def test_the_documents_example_runs(
     assert len(capsys.readouterr().out.split()) > 8
 
 
-def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: ModelServer) -> None:
+def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server):
     assert server.failure() is None
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)

@@ -83,9 +83,7 @@ def means(source: Path, rows: Sequence[Sequence[int]]) -> np.ndarray:
     return np.asarray(torch.nn.functional.normalize(mean, dim=1))
 
 
-def test_a_vector_is_the_mean_over_the_mask(
-    served: tuple[openai.OpenAI, str], source: Path
-) -> None:
+def test_a_vector_is_the_mean_over_the_mask(served, source):
     client, data_type = served
     tolerance = 1e-5 if data_type == "fp32" else 0.03
     encode = Tokenizer.from_file(str(source / "tokenizer.json")).encode
@@ -101,7 +99,7 @@ def test_a_vector_is_the_mean_over_the_mask(
     np.testing.assert_allclose(alone.data[0].embedding, found[2], atol=tolerance)
 
 
-def test_what_cannot_be_embedded_is_refused(served: tuple[openai.OpenAI, str]) -> None:
+def test_what_cannot_be_embedded_is_refused(served):
     client, _ = served
     assert [model.id for model in client.models.list()] == [MODEL]
     for text, said in (

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ VLLM = os.environ.get("SLIPWAY_VLLM", "")
 TRANSFORMERS = Path(sys.executable).with_name("transformers")
 
 
-def test_transformers_serves_and_is_evaluated(tmp_path: Path) -> None:
+def test_transformers_serves_and_is_evaluated(tmp_path):
     model = write_served_model(tmp_path / "model")
     command = [str(TRANSFORMERS), "serve", "'{model}'", "--host", "'{host}'", "--port", "'{port}'"]
     words = ",".join((*command, "--device", "cpu"))
@@ -94,9 +93,7 @@ def shards_of(original: Path, folder: Path) -> Path:
     ("name", "kind", "source_of"),
     [("qwen3-moe", "mixture", nemo_2_of), ("gemma3", "llama", shards_of)],
 )
-def test_vllm_generates_what_transformers_does(
-    name: str, kind: str, source_of: Callable[[Path, Path], Path], tmp_path: Path
-) -> None:
+def test_vllm_generates_what_transformers_does(name, kind, source_of, tmp_path):
     sizes = SIZES | {"vocab_size": write_tokenizer(tmp_path / "original")}
     if kind == "mixture":
         sizes |= {"moe_intermediate_size": 64}
@@ -134,7 +131,7 @@ def test_vllm_generates_what_transformers_does(
 
 
 @needs_vllm
-def test_vllm_answers_as_the_model_of_a_nemo_archive(tmp_path: Path) -> None:
+def test_vllm_answers_as_the_model_of_a_nemo_archive(tmp_path):
     run = start(
         "export=gpt3/sample",
         "stages=[convert,deploy,evaluate]",
@@ -188,7 +185,7 @@ def llama_and_adapter(folder: Path) -> tuple[Path, Path]:
 
 @needs_vllm
 @pytest.mark.timeout(900)
-def test_vllm_serves_an_adapter_by_name(tmp_path: Path) -> None:
+def test_vllm_serves_an_adapter_by_name(tmp_path):
     source, adapter = llama_and_adapter(tmp_path)
     folders = {}
     for name, lora in (("tiny", (adapter,)), ("tiny-base", ())):
@@ -255,7 +252,7 @@ def test_vllm_serves_an_adapter_by_name(tmp_path: Path) -> None:
 
 @needs_vllm
 @pytest.mark.timeout(1200)
-def test_fp8_is_judged_against_its_source(tmp_path: Path) -> None:
+def test_fp8_is_judged_against_its_source(tmp_path):
     sizes = SIZES | {"vocab_size": write_tokenizer(tmp_path / "model")}
     source = write_model("llama", tmp_path / "model", **(sizes | {"max_position_embeddings": 512}))
     run = start(

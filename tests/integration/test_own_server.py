@@ -142,9 +142,7 @@ def error_over_openai(server: ModelServer, each: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )
-def test_streams_that_lose_their_engine_end_with_an_error(
-    repository: Path, tmp_path: Path, number: int
-) -> None:
+def test_streams_that_lose_their_engine_end_with_an_error(repository, tmp_path, number):
     protocols = (error_over_http, error_over_grpc, error_over_openai)
     with (
         hosted(SLIPWAY, repository, tmp_path, openai=OpenAIOptions(port=0)) as server,
@@ -174,8 +172,8 @@ def test_streams_that_lose_their_engine_end_with_an_error(
     ],
 )
 def test_a_standby_is_the_next_server_unless_it_has_ended_or_is_stopped(
-    repository: Path, tmp_path: Path, part: str, number: int
-) -> None:
+    repository, tmp_path, part, number
+):
     with hosted(SLIPWAY, repository, tmp_path) as server:
         server.start(timeout_s=START_S)
         expected = texts(server.ports["http"])
@@ -201,9 +199,7 @@ def test_a_standby_is_the_next_server_unless_it_has_ended_or_is_stopped(
             other.wait()
 
 
-def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(
-    lasting: ModelServer, repository: Path
-) -> None:
+def test_a_repository_that_cannot_be_served_leaves_the_one_that_is(lasting, repository):
     port = lasting.ports["http"]
     expected = texts(port)
     table = repository / "preprocessing" / "1" / "vocab.json"
@@ -226,9 +222,7 @@ def other_weights(repository: Path, folder: Path) -> Path:
     return copy
 
 
-def test_weights_are_exchanged_in_the_engine_that_is_there(
-    lasting: ModelServer, repository: Path, tmp_path: Path
-) -> None:
+def test_weights_are_exchanged_in_the_engine_that_is_there(lasting, repository, tmp_path):
     """The answers are a new server's, no process is another, and no request is lost."""
     other = other_weights(repository, tmp_path / "other")
     with hosted(SLIPWAY, other, tmp_path / "fresh") as fresh:
@@ -251,8 +245,8 @@ def test_weights_are_exchanged_in_the_engine_that_is_there(
 
 
 def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_not(
-    lasting: ModelServer, repository: Path, tmp_path: Path
-) -> None:
+    lasting, repository, tmp_path
+):
     """The last test of this server."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no model"):
@@ -267,9 +261,7 @@ def test_an_exchange_that_fails_ends_the_server_and_one_that_cannot_begin_does_n
     assert "not finite" in str(lasting.failure())
 
 
-def test_programs_of_others_are_refused_before_anything_loads(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_programs_of_others_are_refused_before_anything_loads(repository, tmp_path):
     others = shutil.copytree(repository, tmp_path / "others")
     shutil.copytree(repository / MODEL, others / "torn")
     (others / "torn" / "config.pbtxt").write_text('name: "torn" backend: "onnxruntime"')
@@ -296,8 +288,8 @@ def codes_until_the_end(port: int) -> set[grpc.StatusCode]:
 
 
 def test_at_its_end_it_answers_what_it_has_and_refuses_the_rest(
-    sample_repository: Callable[..., Path],
-) -> None:
+    sample_repository,
+):
     # One after the other, so that the last is under way for long enough.
     one_slot = {"device": "cpu", "max_lanes": "1"}
     repository = sample_repository(tp_size=1, decoupled=True, parameters=one_slot)

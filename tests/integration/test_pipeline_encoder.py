@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.triton
 
 
 @pytest.mark.long  # BERT is served in test_triton_families, and a GPT goes this way
-def test_encoder_checkpoint_is_converted_and_served(shared: Path, tmp_path: Path) -> None:
+def test_encoder_checkpoint_is_converted_and_served(shared, tmp_path):
     golden = shared / "golden" / "bert" / "tiny"
     # Neither text models nor a word about them: BERT takes hidden states.
     states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]

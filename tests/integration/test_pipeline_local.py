@@ -42,7 +42,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_export_alone_builds_a_complete_repository(tmp_path: Path) -> None:
+def test_export_alone_builds_a_complete_repository(tmp_path):
     status, text = run(tmp_path, "stages=[export]", *ONE_RANK)
     assert status == 0, text
     repository = export_dir(tmp_path, "tp1_pp1_fp16_fp32") / "model_repo"
@@ -56,7 +56,7 @@ def test_export_alone_builds_a_complete_repository(tmp_path: Path) -> None:
     assert (repository / "fastertransformer" / "1" / "1-gpu" / "config.ini").is_file()
 
 
-def test_a_hugging_face_folder_for_other_engines_is_one_option_of_the_stage(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_for_other_engines_is_one_option_of_the_stage(tmp_path):
     option = "convert.format=huggingface"
     status, text = run(tmp_path, "stages=[convert]", option)
     assert status == 0, text
@@ -81,7 +81,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_job_folder_has_everything_that_users_of_the_launcher_expect(converted: Path) -> None:
+def test_job_folder_has_everything_that_users_of_the_launcher_expect(converted):
     results = export_dir(converted)
     assert (results / "results").is_dir()
     assert "stages=[convert]" in (results / "launcher_cmd.log").read_text()
@@ -97,7 +97,7 @@ def test_job_folder_has_everything_that_users_of_the_launcher_expect(converted: 
     assert record["job_id"] in (folder / "launcher.log").read_text()
 
 
-def test_saved_configuration_repeats_the_run(converted: Path) -> None:
+def test_saved_configuration_repeats_the_run(converted):
     before = digests(weights(converted))
     saved = export_dir(converted) / "convert"
     root = (f"--config-path={saved}", "--config-name=export_gpt_books_5m_config")
@@ -106,9 +106,7 @@ def test_saved_configuration_repeats_the_run(converted: Path) -> None:
     assert digests(weights(converted)) == before
 
 
-def test_conversion_killed_halfway_and_run_again_gives_the_same_bytes(
-    tmp_path: Path, converted: Path
-) -> None:
+def test_conversion_killed_halfway_and_run_again_gives_the_same_bytes(tmp_path, converted):
     started = start(*words(tmp_path, "stages=[convert]"))
     partial = weights(tmp_path).with_name(".2-gpu.partial")
     until(lambda: partial.exists() or started.poll() is not None, "the first shard")
@@ -120,7 +118,7 @@ def test_conversion_killed_halfway_and_run_again_gives_the_same_bytes(
     assert digests(weights(tmp_path)) == digests(weights(converted))
 
 
-def test_impossible_configuration_is_refused_at_once(tmp_path: Path) -> None:
+def test_impossible_configuration_is_refused_at_once(tmp_path):
     status, text = run(tmp_path, "stages=[export]", "export.model.tensor_model_parallel_size=3")
     assert status == 2
     assert "export.model.tensor_model_parallel_size=3 does not divide head_num=8" in text
@@ -130,7 +128,7 @@ def test_impossible_configuration_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.triton
-def test_pipeline_serves_measures_and_stops(tmp_path: Path) -> None:
+def test_pipeline_serves_measures_and_stops(tmp_path):
     started = start(*words(tmp_path, *FREE_PORTS, *SMALL, *ONE_RANK))
     text = finish(started, timeout_s=240)
     assert started.returncode == 0, text

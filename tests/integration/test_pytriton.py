@@ -206,14 +206,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_answers_of_two_ranks_equal_those_of_one_process(
-    two_ranks: Run, expected: Any, protocol: str
-) -> None:
+def test_answers_of_two_ranks_equal_those_of_one_process(two_ranks, expected, protocol):
     assert_same(ask(two_ranks, PROMPTS, LENGTHS, protocol=protocol), expected[0])
     assert_same(ask(two_ranks, PROMPTS, LENGTHS, protocol=protocol, beam_width=3), expected[1])
 
 
-def test_interface_is_the_one_of_the_contract(two_ranks: Run) -> None:
+def test_interface_is_the_one_of_the_contract(two_ranks):
     url = f"http://127.0.0.1:{two_ranks.http}/v2/models/{NAME}/config"
     with urllib.request.urlopen(url) as reply:
         config = json.load(reply)
@@ -234,7 +232,7 @@ def test_interface_is_the_one_of_the_contract(two_ranks: Run) -> None:
     }
 
 
-def test_a_refused_request_does_not_harm_the_others(two_ranks: Run, expected: Any) -> None:
+def test_a_refused_request_does_not_harm_the_others(two_ranks, expected):
     answers: dict[int, Any] = {}
 
     def client(number: int) -> None:
@@ -266,7 +264,7 @@ def run_client(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_client_of_ensembles_asks_a_text_model_too(two_ranks: Run, expected: Any) -> None:
+def test_the_client_of_ensembles_asks_a_text_model_too(two_ranks, expected):
     url = f"http://localhost:{two_ranks.http}"
     done = run_client("--url", url, "--output-len", "3", "--json", "Sir", PROMPTS[1])
     assert done.returncode == 0, done.stderr
@@ -274,8 +272,8 @@ def test_the_client_of_ensembles_asks_a_text_model_too(two_ranks: Run, expected:
 
 
 def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
-    two_ranks: Run, expected: Any, tmp_path: Path
-) -> None:
+    two_ranks, expected, tmp_path
+):
     with running(tmp_path, SAMPLE, "--tp", "2", "--device", "cpu") as second:
         place = second.command.index("--master-port") + 1
         second.command[place] = str(two_ranks.rendezvous)
@@ -293,8 +291,8 @@ def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
 
 
 def test_strangers_reach_the_front_alone_and_no_secret_stands_in_arguments(
-    two_ranks: Run,
-) -> None:
+    two_ranks,
+):
     for path in ("/v2/repository/models/a/load", "/v2/systemsharedmemory/region/a/register"):
         url = f"http://127.0.0.1:{two_ranks.http}{path}"
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -305,7 +303,7 @@ def test_strangers_reach_the_front_alone_and_no_secret_stands_in_arguments(
     assert not [each for each in commands if "token" in each]
 
 
-def test_lost_rank_fails_the_request_and_ends_everything(two_ranks: Run) -> None:
+def test_lost_rank_fails_the_request_and_ends_everything(two_ranks):
     """The last test of this server."""
     everything = two_ranks.all_processes()
     failures: list[str] = []
@@ -334,7 +332,7 @@ def test_lost_rank_fails_the_request_and_ends_everything(two_ranks: Run) -> None
     assert "rank 1" in two_ranks.output()
 
 
-def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path: Path) -> None:
+def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path):
     source = write_tiny_gpt2(tmp_path / "tiny")
     options = ("--tp", "2", "--instances", "1", "--device", "cpu")
     with running(tmp_path, source, *options) as run:
@@ -349,7 +347,7 @@ def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_model_that_does_not_load_ends_every_rank_with_the_reason(tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_ends_every_rank_with_the_reason(tmp_path):
     source = write_tiny_gpt2(tmp_path / "tiny")
     request = ConversionRequest(source, tmp_path, tp_size=2, weight_data_type="fp32")
     ft_dir = convert(request).ft_dir
@@ -369,8 +367,8 @@ needs_mpirun = pytest.mark.skipif(
 @needs_mpirun
 @pytest.mark.parametrize("has_triton", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
-    tmp_path: Path, expected: Any, has_triton: bool
-) -> None:
+    tmp_path, expected, has_triton
+):
     options = ("--pp", "2", "--instances", "1", "--device", "cpu")
     with running(tmp_path, SAMPLE, *options, "--model-name", "other.name") as run:
         if has_triton:
@@ -389,7 +387,7 @@ def test_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
         assert run.leftovers() == []
 
 
-def test_deploy_stage_serves_and_ends_all_ranks(tmp_path: Path) -> None:
+def test_deploy_stage_serves_and_ends_all_ranks(tmp_path):
     results = tmp_path / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32"
     words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={tmp_path}", *FREE_PORTS]
     with served(results, *words, "deploy.server=pytriton", "deploy.interface=nemo") as endpoint:

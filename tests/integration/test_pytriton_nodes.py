@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.test_pytriton import (
     END_S,
     LENGTHS,
@@ -25,9 +21,7 @@ __all__ = ["expected"]  # a fixture
 
 
 @pytest.mark.long  # ranks under mpirun are tested in test_pytriton, two nodes in test_multi_node
-def test_two_nodes_answer_as_one_process_and_end_together(
-    slurm_cluster: SlurmCluster, tmp_path: Path, expected: Any
-) -> None:
+def test_two_nodes_answer_as_one_process_and_end_together(slurm_cluster, tmp_path, expected):
     options = ("--tp", "2", "--pp", "2", "--instances", "1", "--device", "cpu")
     with running(tmp_path, SAMPLE, *options) as run:
         run.environment |= {key: slurm_cluster.environment[key] for key in ("SLURM_CONF", "PATH")}

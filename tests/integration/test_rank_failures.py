@@ -48,8 +48,8 @@ def endless(engine: Engine) -> GenerationRequest:
     [(signal.SIGKILL, "SIGKILL", True), (signal.SIGSTOP, "has not answered", False)],
 )
 def test_a_bad_request_costs_itself_alone_and_a_failed_rank_everything(
-    ft_dir: Path, number: signal.Signals, message: str, busy: bool
-) -> None:
+    ft_dir, number, message, busy
+):
     before = children()
     engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
     engine.start()
@@ -93,8 +93,8 @@ def program(text: str) -> str:
 
 
 def test_forked_workers_serve_the_engine_under_their_own_names_and_end_with_their_process(
-    ft_dir: Path, tmp_path: Path
-) -> None:
+    ft_dir, tmp_path
+):
     """Modules that are imported before a fork ask for no GPU; with CUDA's driver none is forked.
 
     A mapped file of its name stands for the driver, which loads with the first call of CUDA.
@@ -135,14 +135,14 @@ os._exit(0)
     until(lambda: not any(lives(int(pid)) for pid in forked), "the end of the workers")
 
 
-def test_models_of_texts_import_no_torch() -> None:
+def test_models_of_texts_import_no_torch():
     modules = ("python_backend", "encoder_backend", "text_generation", "nemo_generation")
     imports = "; ".join(f"import inference.backend.{name}" for name in modules)
     text = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
     assert program(text) == "False\n"
 
 
-def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:
+def test_workers_end_when_rank_0_is_killed(ft_dir):
     program = f"""
 import time
 from inference.engine.engine import Engine
@@ -162,7 +162,7 @@ time.sleep(600)
     until(lambda: not any(map(lives, workers)), "the end of the workers")
 
 
-def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
+def test_every_rank_checks_the_folder(tmp_path):
     ft_dir = write_gpt(tmp_path, tp_size=2)
     (ft_dir / "model.layers.0.attention.dense.weight.1.bin").unlink()
     before = children()
@@ -175,12 +175,12 @@ def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
     assert children() <= before
 
 
-def test_folder_cut_for_other_ranks_is_refused(ft_dir: Path) -> None:
+def test_folder_cut_for_other_ranks_is_refused(ft_dir):
     with pytest.raises(EngineFailedError, match="split for tensor_para_size=2, but 1 ranks"):
         Engine(ft_dir, Placement(tp_size=1, device="cpu")).start()
 
 
-def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_local_ranks(monkeypatch):
     cores = usable_cores()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert threads_per_rank(1) == cores

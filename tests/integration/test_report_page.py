@@ -132,7 +132,7 @@ def with_script(folder: Path, name: str, script: str) -> str:
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, scheme):
+def test_the_report_follows_the_colour_scheme(browser, url, tmp_path, scheme):
     page = browser(f"{url}/report.html", scheme=scheme, shot=tmp_path / "shot.png")
     assert first_pixel(tmp_path / "shot.png") == HEADER[scheme]
     # Four charts of the sweep, the accuracies and the stages.
@@ -142,7 +142,7 @@ def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, s
     assert "4 of 4 samples" in page
 
 
-def test_figures_that_json_has_no_number_for_hide_no_other(browser: Browser, url, folder, tmp_path):
+def test_figures_that_json_has_no_number_for_hide_no_other(browser, url, folder, tmp_path):
     infinite: list[dict[str, Any]] = [{name: float("inf")} for name in ("value", "low", "high")]
     report = read_report(folder / "report.json")
     (task,) = report.tasks
@@ -159,7 +159,7 @@ def test_figures_that_json_has_no_number_for_hide_no_other(browser: Browser, url
     assert "NaN" not in page
 
 
-def test_a_certificate_fits_a_narrow_window(browser: Browser, url, folder, tmp_path):
+def test_a_certificate_fits_a_narrow_window(browser, url, folder, tmp_path):
     script = "document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`"
     table: dict[str, Any] = {
         "verdict": "equal",
@@ -202,7 +202,7 @@ document.querySelector("iframe").onload = ({ target }) => {
 
 
 @pytest.mark.parametrize("width", [1100, 390])
-def test_charts_are_whole_and_legible(browser: Browser, url, folder, tmp_path, width):
+def test_charts_are_whole_and_legible(browser, url, folder, tmp_path, width):
     (folder / "frame.html").write_text(_FRAME % width)
     page = browser(f"{url}/frame.html", shot=tmp_path / "shot.png")
     labels, problems = re.findall(r"<title>(\d+) labels, problems: (.*)\.</title>", page)[0]
@@ -210,7 +210,7 @@ def test_charts_are_whole_and_legible(browser: Browser, url, folder, tmp_path, w
     assert problems == ""
 
 
-def test_samples_can_be_searched(browser: Browser, url, folder, tmp_path):
+def test_samples_can_be_searched(browser, url, folder, tmp_path):
     name = with_script(
         folder,
         "search.html",
@@ -222,7 +222,7 @@ def test_samples_can_be_searched(browser: Browser, url, folder, tmp_path):
     assert "<mark>garden</mark>" in page
 
 
-def test_samples_can_be_filtered(browser: Browser, url, folder, tmp_path):
+def test_samples_can_be_filtered(browser, url, folder, tmp_path):
     name = with_script(
         folder,
         "filter.html",
@@ -233,7 +233,7 @@ def test_samples_can_be_filtered(browser: Browser, url, folder, tmp_path):
     assert "2 of 4 samples" in page
 
 
-def test_the_page_makes_no_request(browser: Browser, url, folder, requested, tmp_path):
+def test_the_page_makes_no_request(browser, url, folder, requested, tmp_path):
     name = with_script(
         folder, "leak.html", "new Image().src = '/leak.png'; fetch('/leak.json').catch(() => 0);"
     )
@@ -241,7 +241,7 @@ def test_the_page_makes_no_request(browser: Browser, url, folder, requested, tmp
     assert set(requested) - {"/favicon.ico"} == {f"/{name}"}
 
 
-def test_markup_in_samples_is_shown_and_does_not_run(browser: Browser, url, folder, tmp_path):
+def test_markup_in_samples_is_shown_and_does_not_run(browser, url, folder, tmp_path):
     owned = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     texts = ["<!-- <script>", f"</script>{owned}", f"one\u2028two {owned}", "]]>--></style><b>"]
     report = read_report(folder / "report.json")

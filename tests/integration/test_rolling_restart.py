@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -100,9 +100,7 @@ def balanced(replicas: list[Replica], turn: int) -> str:
 
 
 @pytest.mark.long  # the end of one server is tested in test_own_server
-def test_a_rolling_restart_loses_no_request(
-    sample_repository: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_rolling_restart_loses_no_request(sample_repository, tmp_path):
     repository = sample_repository(tp_size=1, parameters={"device": "cpu"})
     replicas = [Replica(repository, tmp_path / f"{number}.log") for number in range(2)]
     seen: list[str] = []

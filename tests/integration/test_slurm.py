@@ -13,7 +13,6 @@ import pytest
 from launcher_scripts.launchers.base import SubmissionError
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     CLUSTER,
     make_run,
@@ -34,7 +33,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
 
-def test_chain_runs_in_order_and_is_recorded(tmp_path: Path) -> None:
+def test_chain_runs_in_order_and_is_recorded(tmp_path):
     folder = tmp_path / 'it\'s 100%x "$HOME"'
     first, second = (
         WriteStage(settings(folder, "write")),
@@ -50,9 +49,7 @@ def test_chain_runs_in_order_and_is_recorded(tmp_path: Path) -> None:
     assert "working" in log.read_text()
 
 
-def test_variables_of_an_enclosing_job_do_not_reach_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_an_enclosing_job_do_not_reach_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CPU_BIND", "nonsense")
     monkeypatch.setenv("PMIX_RANK", "5")
     job = settings(tmp_path, "environment")
@@ -62,7 +59,7 @@ def test_variables_of_an_enclosing_job_do_not_reach_ours(
     assert not {"SLURM_CPU_BIND", "PMIX_RANK"} & set(seen)
 
 
-def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_stage_cancels_the_rest(tmp_path, capsys):
     run = make_run(
         WriteStage(settings(tmp_path, "write"), fails="error"),
         EnvironmentStage(settings(tmp_path, "environment")),
@@ -79,9 +76,7 @@ def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "out" / "target.txt").exists()
 
 
-def test_refused_job_is_explained_and_nothing_stays_queued(
-    tmp_path: Path, slurm_cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_job_is_explained_and_nothing_stays_queued(tmp_path, slurm_cluster, capsys):
     run = make_run(
         WriteStage(settings(tmp_path, "write")), words=("+cluster.additional_parameters.begin=x",)
     )
@@ -93,7 +88,7 @@ def test_refused_job_is_explained_and_nothing_stays_queued(
     until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "an empty queue")
 
 
-def test_cancelled_job_is_known_without_accounting(tmp_path: Path) -> None:
+def test_cancelled_job_is_known_without_accounting(tmp_path):
     run = make_run(SleepStage(settings(tmp_path, "sleep")))
     assert run.run_all(wait=False) == 0
     until((tmp_path / "out" / "target.pid").exists, "the start of the job")
@@ -101,17 +96,13 @@ def test_cancelled_job_is_known_without_accounting(tmp_path: Path) -> None:
     assert run.handles["sleep"].poll() == "cancelled"
 
 
-def test_job_that_slurm_kills_is_not_waited_for_forever(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_job_that_slurm_kills_is_not_waited_for_forever(tmp_path, slurm_cluster):
     run = make_run(WriteStage(settings(tmp_path, "write"), fails="killed"))
     assert run.run_all(wait=True) == 1
     assert record(tmp_path, "write").state in ("failed", "lost")
 
 
-def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(tmp_path, slurm_cluster):
     stage = TwiceStage(settings(tmp_path, "twice"))
     run = make_run(stage)
     assert run.run_all(wait=False) == 0
@@ -136,8 +127,8 @@ def results_of_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("gpus_of_a_node", "nodes"), [("1", 2), pytest.param("null", 1, marks=pytest.mark.long)]
 )
 def test_pipeline_on_slurm_serves_measures_and_stops(
-    results_of_pipelines: Path, slurm_cluster: SlurmCluster, gpus_of_a_node: str, nodes: int
-) -> None:
+    results_of_pipelines, slurm_cluster, gpus_of_a_node, nodes
+):
     base = results_of_pipelines
     command = [
         sys.executable, "main.py", "export=gpt3/sample", f"base_results_dir={base}", *CLUSTER,

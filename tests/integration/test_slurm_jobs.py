@@ -54,8 +54,8 @@ def state(cluster: SlurmCluster, job_id: str) -> str:
 
 
 def test_same_command_again_starts_no_second_server_and_forgets_no_first(
-    tmp_path: Path, slurm_cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, slurm_cluster, capsys
+):
     results = tmp_path / "results"
     assert submit(results, "convert", "export", "deploy") == 0
     hint = capsys.readouterr().out
@@ -90,8 +90,8 @@ def waits_for(job_id: str) -> str:
 
 
 def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+    tmp_path, slurm_cluster
+):
     run = make_run(SleepStage(settings(tmp_path, "sleep")))
     slurm_cluster.run("scontrol", "update", "partitionname=batch", "state=down")
     assert run.submit_all() == 0
@@ -113,9 +113,7 @@ def test_a_job_that_is_held_suspended_and_requeued_says_so_and_ends_when_asked(
     assert handle.poll() == "cancelled"
 
 
-def test_evaluation_does_not_start_after_a_chain_that_failed(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_evaluation_does_not_start_after_a_chain_that_failed(tmp_path, slurm_cluster):
     assert submit(tmp_path, "convert", "export", "deploy", "evaluate") == 0
     convert, *_, evaluate = queued(slurm_cluster)
     slurm_cluster.run("scancel", convert)
@@ -133,9 +131,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return results
 
 
-def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
-    exported: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(exported, slurm_cluster):
     """Slurm starts it then: `after` is satisfied."""
     more = ("deploy.ready_timeout_s=3000",)
     assert submit(exported, "deploy", "evaluate", more=more) == 0
@@ -148,9 +144,7 @@ def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
     assert deploy in found.error
 
 
-def test_server_ends_with_an_evaluation_that_is_cancelled_before_it_starts(
-    exported: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_server_ends_with_an_evaluation_that_is_cancelled_before_it_starts(exported, slurm_cluster):
     assert submit(exported, "deploy", "evaluate") == 0
     deploy, evaluate = queued(slurm_cluster)
     slurm_cluster.run("scontrol", "update", f"JobId={deploy}", "StartTime=now")
@@ -163,11 +157,11 @@ def test_server_ends_with_an_evaluation_that_is_cancelled_before_it_starts(
 
 
 def test_chain_is_submitted_although_the_controller_restarts(
-    tmp_path: Path,
-    slurm_cluster: SlurmCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    slurm_cluster,
+    monkeypatch,
+    capsys,
+):
     """It is away while the second job is submitted, and later while all are cancelled."""
 
     def stop() -> None:
@@ -202,9 +196,7 @@ def test_chain_is_submitted_although_the_controller_restarts(
     assert queued(slurm_cluster) == []
 
 
-def test_rows_that_exceed_the_queue_run_in_waves(
-    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_exceed_the_queue_run_in_waves(tmp_path, slurm_cluster, monkeypatch):
     """Slurm's limit of jobs needs a database; here the launcher has one of its own."""
     most: list[int] = []
 

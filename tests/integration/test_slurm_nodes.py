@@ -7,7 +7,6 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from launcher_scripts.stage_table import build_stage
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
 from stages.step import JobStep, run_in_step
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
     configure,
     make_run,
@@ -48,7 +46,7 @@ def notes(tmp_path: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in paths}
 
 
-def test_of_ranks_on_two_nodes_only_the_first_works(tmp_path: Path) -> None:
+def test_of_ranks_on_two_nodes_only_the_first_works(tmp_path):
     run = make_run(RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES)))
     assert run.run_all(wait=True) == 0, run.handles["ranks"].log_path.read_text()
     seen = notes(tmp_path)
@@ -56,9 +54,7 @@ def test_of_ranks_on_two_nodes_only_the_first_works(tmp_path: Path) -> None:
     assert [each["node"] for each in seen.values()] == ["n1", "n1", "n2", "n2"]
 
 
-def test_every_rank_is_inside_the_container(
-    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_is_inside_the_container(tmp_path, slurm_cluster, monkeypatch):
     if not slurm_cluster.has_pyxis:
         pytest.skip("the stand-in for pyxis needs gcc and libslurm-dev")
     image = tmp_path / "image.sqsh"
@@ -71,9 +67,7 @@ def test_every_rank_is_inside_the_container(
     assert {each["image"] for each in notes(tmp_path).values()} == {str(image)}
 
 
-def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(tmp_path, capsys):
     run = make_run(RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES), fails="rank 3"))
     started = time.monotonic()
     assert run.run_all(wait=True) == 1
@@ -83,7 +77,7 @@ def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
     assert "  | looking for the network" in shown
 
 
-def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
+def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path):
     prefix = ["srun", "--label", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
     step = JobStep(tuple(prefix), sys.executable, ranks=2, mpi="pmix")
     stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
@@ -92,7 +86,7 @@ def test_rank_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     assert not notes(tmp_path)
 
 
-def test_what_slurm_would_refuse_is_reported_before_the_job(tmp_path: Path) -> None:
+def test_what_slurm_would_refuse_is_reported_before_the_job(tmp_path):
     def reported(resources: Resources, *words: str) -> str:
         stage = RanksStage(settings(tmp_path, "ranks", resources=resources))
         return "\n".join(SlurmLauncher(configure(*words)).check([stage]))
@@ -115,8 +109,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_same_bytes(
-    tmp_path: Path, slurm_cluster: SlurmCluster, sample_weights: Callable[[int], Path]
-) -> None:
+    tmp_path, slurm_cluster, sample_weights
+):
     words = (f"base_results_dir={tmp_path}", "export.model.weight_data_type=fp32")
     found = build_stage("convert", configure(*words), Context())
     assert isinstance(found, ConvertStage)
@@ -151,7 +145,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     )
 
 
-def test_one_failure_of_a_row_stops_only_its_own_chain(tmp_path: Path) -> None:
+def test_one_failure_of_a_row_stops_only_its_own_chain(tmp_path):
     rows = []
     for name, fails in (("1", "error"), ("2", "")):
         folder = tmp_path / name

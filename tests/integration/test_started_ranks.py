@@ -71,7 +71,7 @@ def until_present(rendezvous: Rendezvous, rank: int) -> None:
     until(lambda: rendezvous.store.check([f"who/{rank}"]), f"the coming of rank {rank}")
 
 
-def test_the_store_listens_at_its_address_alone() -> None:
+def test_the_store_listens_at_its_address_alone():
     _, port = rendezvous_of(2)
     tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
@@ -79,7 +79,7 @@ def test_the_store_listens_at_its_address_alone() -> None:
     assert [each for each in listening if each.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
 
 
-def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) -> None:
+def test_started_ranks_compute_what_one_rank_does(tmp_path, start):
     ids = [1, 2, 3, 40]
     with Engine(write_gpt(tmp_path / "one"), Placement(device="cpu")) as engine:
         expected = prompt_logits(engine, ids)
@@ -94,9 +94,7 @@ def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) 
     assert [each.wait(NOTICE_S) for each in others] == [0, 0, 0]
 
 
-def test_strangers_at_the_rendezvous_change_nothing(
-    tmp_path: Path, start: Start, key_file: Path
-) -> None:
+def test_strangers_at_the_rendezvous_change_nothing(tmp_path, start, key_file):
     rendezvous, port = rendezvous_of(2)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     with pytest.raises(KeyRefusedError):
@@ -121,7 +119,7 @@ def test_strangers_at_the_rendezvous_change_nothing(
         each.close()
 
 
-def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
+def test_a_killed_rank_fails_the_engine(tmp_path, start):
     rendezvous, port = rendezvous_of(2, timeout_s=3)
     other = start(1, 2, port)
     options = EngineOptions(rank_timeout_s=3)
@@ -135,7 +133,7 @@ def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
     assert "rank 1" in reason
 
 
-def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
+def test_a_stopped_rank_is_missed_while_rank_0_prepares(start):
     rendezvous, port = rendezvous_of(2, timeout_s=3)
     other = start(1, 2, port)
     until_present(rendezvous, 1)
@@ -145,7 +143,7 @@ def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
     assert f"(process {other.pid} on {socket.gethostname()})" in problem
 
 
-def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
+def test_a_rank_that_cannot_load_says_why(tmp_path, start):
     folder = write_gpt(tmp_path, tp_size=2)
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
@@ -156,7 +154,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
     assert other.wait(NOTICE_S) == 1
 
 
-def test_ranks_log_why_rank_0_gave_up(start: Start) -> None:
+def test_ranks_log_why_rank_0_gave_up(start):
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
     until_present(rendezvous, 1)
@@ -165,7 +163,7 @@ def test_ranks_log_why_rank_0_gave_up(start: Start) -> None:
     assert other.wait(NOTICE_S) == 1
 
 
-def test_a_rank_of_another_launch_is_turned_away(start: Start) -> None:
+def test_a_rank_of_another_launch_is_turned_away(start):
     rendezvous, port = rendezvous_of(2, job="mine")
     stranger = start(1, 2, port, job="other")
     said = stranger.words(NOTICE_S)
@@ -174,7 +172,7 @@ def test_a_rank_of_another_launch_is_turned_away(start: Start) -> None:
     assert not rendezvous.problems()
 
 
-def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
+def test_two_processes_cannot_be_the_same_rank(start):
     rendezvous, port = rendezvous_of(2)
     start(1, 2, port)
     until_present(rendezvous, 1)
@@ -183,7 +181,7 @@ def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
     assert "two processes have joined as rank 1" in until_problem(rendezvous)
 
 
-def test_a_listener_that_is_no_store_is_reported(start: Start, key_file: Path) -> None:
+def test_a_listener_that_is_no_store_is_reported(start, key_file):
     with open_silent() as listener:
 
         def refuse() -> None:
@@ -209,7 +207,7 @@ def open_silent() -> socket.socket:
     return listener
 
 
-def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
+def test_a_taken_port_is_reported_with_its_holder(key_file):
     with open_silent() as listener:
         port = listener.getsockname()[1]
         place = LaunchEnvironment(0, 2, 0, 2)
@@ -224,6 +222,6 @@ def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
         ("no-such-host.invalid", "cannot be resolved"),
     ],
 )
-def test_an_address_of_another_node_is_reported(key_file: Path, host: str, message: str) -> None:
+def test_an_address_of_another_node_is_reported(key_file, host, message):
     with pytest.raises(RendezvousError, match=message):
         Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, key_file=key_file, timeout_s=5)

@@ -115,7 +115,7 @@ def share(answers: Sequence[str], targets: Sequence[str]) -> float:
 TRANSLATIONS = [{"source": source, "target": target} for source, target in PAIRS]
 
 
-def test_translation_equals_the_library_s(t5: Source, server: ModelServer, tmp_path: Path) -> None:
+def test_translation_equals_the_library_s(t5, server, tmp_path):
     asked = ask(options(tmp_path, server, "translation", TRANSLATIONS, output_len=6))
     expected = t5.answers([f"{PREFIX} {english}" for english in ENGLISH], output_len=6)
     assert asked.answers == expected
@@ -143,9 +143,7 @@ BOOLQ_ANSWERS = [row["answer"] for row in BOOLQ]
 
 
 @pytest.mark.parametrize("served", ["t5", "gpt"])
-def test_boolq_of_a_tuned_model_equals_the_library_s(
-    served: str, server: ModelServer, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_boolq_of_a_tuned_model_equals_the_library_s(served, server, tmp_path, request):
     source: Source = request.getfixturevalue(served)
     model = "fastertransformer" if served == "t5" else "gpt"
     (table,) = (Path(server.model_repository) / model / "1").glob(f"*-gpu/{TABLE_NAME}")
@@ -164,9 +162,7 @@ def test_boolq_of_a_tuned_model_equals_the_library_s(
     assert asked.values == {"boolq_accuracy": share(expected, BOOLQ_ANSWERS)}
 
 
-def test_boolq_by_likelihood_equals_the_library_s(
-    gpt: Source, server: ModelServer, tmp_path: Path
-) -> None:
+def test_boolq_by_likelihood_equals_the_library_s(gpt, server, tmp_path):
     asked = ask(
         replace(
             options(tmp_path, server, "boolq", BOOLQ, method="log_likelihood"),
@@ -183,9 +179,7 @@ def test_boolq_by_likelihood_equals_the_library_s(
     assert set(expected) == {"true", "false"}
 
 
-def test_tokens_of_a_streaming_model_are_timed_as_they_come(
-    gpt: Source, server: ModelServer, tmp_path: Path
-) -> None:
+def test_tokens_of_a_streaming_model_are_timed_as_they_come(gpt, server, tmp_path):
     latency = LatencyOptions(shapes=["6+9"], concurrencies=[2], requests=4, warmup=1)
     asked = ask(
         replace(
@@ -206,7 +200,7 @@ def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     assert point.first_token_ms + point.per_token_ms < point.latency.max_ms
 
 
-def test_the_latency_of_an_encoder_decoder_is_measured(server: ModelServer, tmp_path: Path) -> None:
+def test_the_latency_of_an_encoder_decoder_is_measured(server, tmp_path):
     latency = LatencyOptions(
         shapes=["6+3"], batch_sizes=[2], concurrencies=[1], requests=2, warmup=1
     )

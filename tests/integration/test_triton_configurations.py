@@ -7,7 +7,6 @@ backend is its approval of everything else.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-def test_server_finds_nothing_wrong_but_the_absent_backend(shared: Path, tmp_path: Path) -> None:
+def test_server_finds_nothing_wrong_but_the_absent_backend(shared, tmp_path):
     repository = tmp_path / "repository"
     for name, (case, tp_size, options) in CASES.items():
         model_dir = repository / name

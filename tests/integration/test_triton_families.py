@@ -15,7 +15,6 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.backend.tokenizer import load_tokenizer
 from inference.client import main
-from inference.server.client import TritonClient
 from inference.server.server import ModelServer
 from tests.conftest import ROOT
 from tests.contract import tensors_of
@@ -102,7 +101,7 @@ def _sure(recorded: Any) -> list[int]:
     return tokens
 
 
-def test_generated_tokens_equal_the_recorded_ones(shared: Path, client: TritonClient) -> None:
+def test_generated_tokens_equal_the_recorded_ones(shared, client):
     name = "gptneox"
     recorded = _recorded(shared, name)
     prompt, expected = recorded["prompt"], _sure(recorded)
@@ -113,9 +112,7 @@ def test_generated_tokens_equal_the_recorded_ones(shared: Path, client: TritonCl
     assert outputs["output_ids"][0, 0].tolist() == prompt + expected
 
 
-def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
-    shared: Path, client: TritonClient, repository: Path
-) -> None:
+def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(shared, client, repository):
     recorded = _recorded(shared, "t5")
     prompt, expected = recorded["prompt"], _sure(recorded)
     outputs = client.infer(
@@ -127,9 +124,7 @@ def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
     assert outputs["sequence_length"].tolist() == [[len(expected)]]
 
 
-def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(
-    server: ModelServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(server, capsys):
     params = json.dumps({"config": {"url": server.address("http"), "model_name": TUNED}})
     answers = []
     for name in ("sample_request_single_t5.json", "sample_request_single_t5_ia3.json"):
@@ -140,9 +135,7 @@ def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(
     assert answers[0] != answers[1]
 
 
-def test_encoder_decoder_ensemble_answers_text_with_text(
-    client: TritonClient, repository: Path
-) -> None:
+def test_encoder_decoder_ensemble_answers_text_with_text(client, repository):
     tokenizer = load_tokenizer(repository / "preprocessing" / "1")
     text = tokenizer.decode(list(range(20, 26)))
     ids = client.encode([text])[0]
@@ -157,7 +150,7 @@ def test_encoder_decoder_ensemble_answers_text_with_text(
     assert client.generate_text([text], output_len=5) == [[expected]]
 
 
-def test_t5_encoder_gives_the_recorded_hidden_states(shared: Path, client: TritonClient) -> None:
+def test_t5_encoder_gives_the_recorded_hidden_states(shared, client):
     case = shared / "golden" / MODELS["t5_as_encoder"][0]
     prompt = _recorded(shared, "t5_as_encoder")["prompt"]
     expected = np.load(case / "encoder_hidden.npy")  # (S, E)
@@ -178,14 +171,12 @@ def test_t5_encoder_gives_the_recorded_hidden_states(shared: Path, client: Trito
     np.testing.assert_allclose(weights[1, :, :, :4, :4].sum(-1), 1, atol=1e-5)
 
 
-def test_tokenizer_of_an_encoder_gives_the_ids_of_the_whole_model(
-    client: TritonClient, repository: Path
-) -> None:
+def test_tokenizer_of_an_encoder_gives_the_ids_of_the_whole_model(client, repository):
     text = load_tokenizer(repository / "tokenizer" / "1").decode(list(range(20, 26)))
     assert client.encode([text], model="tokenizer") == client.encode([text])
 
 
-def test_text_encoder_gives_the_hidden_states_of_its_tokens(client: TritonClient) -> None:
+def test_text_encoder_gives_the_hidden_states_of_its_tokens(client):
     texts = ["a few words", "more words than before, and some"]
     query = np.array([[text.encode()] for text in texts], object)
     outputs = client.infer("text_encoder", {"query": query})
@@ -204,9 +195,7 @@ def test_text_encoder_gives_the_hidden_states_of_its_tokens(client: TritonClient
     assert asked["output_attentions"].shape[0] == 1
 
 
-def test_bert_in_bf16_gives_about_the_recorded_hidden_states(
-    shared: Path, client: TritonClient
-) -> None:
+def test_bert_in_bf16_gives_about_the_recorded_hidden_states(shared, client):
     case = shared / "golden" / MODELS["bert"][0]
     states = np.load(case / "input_hidden_state.npy").astype(np.float32)[None]  # (1, S, E)
     expected = np.load(case / "output_hidden_state.npy")

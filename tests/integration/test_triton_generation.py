@@ -54,9 +54,7 @@ def _answers(outputs: dict[str, Any], prompts: list[list[int]]) -> list[list[int
     ]
 
 
-def test_greedy_tokens_equal_the_recorded_ones_one_by_one_and_in_a_batch(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_greedy_tokens_equal_the_recorded_ones_one_by_one_and_in_a_batch(client, greedy_cases):
     prompts = [case["input_ids"] for case in greedy_cases]
     expected = [case["greedy_output_ids"] for case in greedy_cases]
     assert len({len(prompt) for prompt in prompts}) > 1
@@ -65,18 +63,14 @@ def test_greedy_tokens_equal_the_recorded_ones_one_by_one_and_in_a_batch(
     assert _answers(client.infer(MODEL, _request(*prompts)), prompts) == expected
 
 
-def test_ensemble_turns_text_into_the_recorded_text(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_ensemble_turns_text_into_the_recorded_text(client, greedy_cases):
     texts = client.generate_text([case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS)
     assert texts == [[case["greedy_text"]] for case in greedy_cases]
     batched = client.text_request([case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS)
     assert as_texts(client.infer("ensemble", batched)["OUTPUT_0"]) == texts
 
 
-def test_http_and_grpc_give_the_same_answers(
-    server: ModelServer, client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_http_and_grpc_give_the_same_answers(server, client, greedy_cases):
     request = _request(greedy_cases[0]["input_ids"])
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         answer = http.infer(MODEL, request)
@@ -88,9 +82,7 @@ def test_http_and_grpc_give_the_same_answers(
         np.testing.assert_array_equal(answer[name], value, err_msg=name)
 
 
-def test_word_lists_and_options_reach_the_model_through_the_ensemble(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_word_lists_and_options_reach_the_model_through_the_ensemble(client, greedy_cases):
     prompt, text = greedy_cases[0]["prompt"], greedy_cases[0]["greedy_text"]
     assert " said" in text[len(prompt) :]
     stopped = client.generate_text(
@@ -105,9 +97,7 @@ def test_word_lists_and_options_reach_the_model_through_the_ensemble(
     assert len(set(beams[0])) == 3
 
 
-def test_many_different_requests_at_once_get_the_answers_they_get_alone(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_many_different_requests_at_once_get_the_answers_they_get_alone(client, greedy_cases):
     requests = [
         _request(
             greedy_cases[i % 4]["input_ids"][: 4 + i % 5],
@@ -141,9 +131,7 @@ def _mixed_options(i: int) -> dict[str, Any]:
     return kinds[i % len(kinds)]
 
 
-def test_bad_request_gets_an_error_that_names_its_tensor_and_harms_no_other(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_bad_request_gets_an_error_that_names_its_tensor_and_harms_no_other(client, greedy_cases):
     good = client.infer_async(MODEL, _request(greedy_cases[0]["input_ids"], new_tokens=8))
     with pytest.raises(InferenceServerException, match=r"input_ids\[0,1\]=9000"):
         client.infer(MODEL, _request([1, 9000], new_tokens=4))
@@ -151,7 +139,7 @@ def test_bad_request_gets_an_error_that_names_its_tensor_and_harms_no_other(
     assert _answers(good.result(60), [greedy_cases[0]["input_ids"]]) == [expected]
 
 
-def test_bad_text_gets_an_error_and_the_text_models_live_on(client: TritonClient) -> None:
+def test_bad_text_gets_an_error_and_the_text_models_live_on(client):
     with pytest.raises(InferenceServerException, match=r"STOP_WORDS_DICT\[0\].*CSV"):
         client.generate_text(["a"], output_len=2, options={"stop_words": "a\nb"})
     column = np.array([[b"\xff"]], dtype=object)
@@ -161,17 +149,17 @@ def test_bad_text_gets_an_error_and_the_text_models_live_on(client: TritonClient
     assert client.generate_text(["a"], output_len=2)
 
 
-def test_unknown_option_is_answered_with_the_ones_the_ensemble_takes(client: TritonClient) -> None:
+def test_unknown_option_is_answered_with_the_ones_the_ensemble_takes(client):
     with pytest.raises(ValueError, match=r"ensemble takes no top_kk; its options are: INPUT_2"):
         client.generate_text(["a"], output_len=2, options={"top_kk": 1})
 
 
 def test_client_commands_work_against_the_server(
-    server: ModelServer,
-    greedy_cases: Cases,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+    server,
+    greedy_cases,
+    capsys,
+    tmp_path,
+):
     case = greedy_cases[0]
     url = ["--url", server.address("grpc")]
     assert main(["generate", case["prompt"], "-o", str(NEW_TOKENS), "--top-k", "1", *url]) == 0
@@ -198,8 +186,8 @@ def test_client_commands_work_against_the_server(
 
 
 def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(
-    usual_host: str, sample_repository: Callable[..., Path], tmp_path: Path
-) -> None:
+    usual_host, sample_repository, tmp_path
+):
     with hosted(usual_host, sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
         server.start(timeout_s=START_LIMIT_S)
         with TritonClient(server.address("grpc"), timeout_s=30) as client:
@@ -219,8 +207,8 @@ def _command(pid: int) -> bytes:
 
 
 def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
-    usual_host: str, sample_repository: Callable[..., Path], tmp_path: Path
-) -> None:
+    usual_host, sample_repository, tmp_path
+):
     repository = sample_repository(tp_size=1, ensemble=False)
     path = repository / "fastertransformer" / "config.pbtxt"
     unknown = 'parameters { key: "is_horse" value { string_value: "1" } }'
@@ -232,9 +220,7 @@ def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
 
 
 @pytest.mark.parametrize("kind", ["", "_runtime_top_k", "_single", "_ensemble"])
-def test_shipped_request_files_are_answered(
-    server: ModelServer, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_shipped_request_files_are_answered(server, capsys, kind):
     file = ROOT / "examples" / "requests" / f"sample_request{kind}.json"
     params = json.dumps({"config": {"url": server.address("http")}})
     assert main(["request", str(file), "--params", params]) == 0

@@ -41,7 +41,7 @@ def _keys(location: StoreLocation) -> list[str]:
     return [entry["Key"].removeprefix(location.prefix + "/") for entry in found.get("Contents", ())]
 
 
-def test_a_copy_is_whole_and_says_how_far_it_is(location: StoreLocation, tmp_path: Path) -> None:
+def test_a_copy_is_whole_and_says_how_far_it_is(location, tmp_path):
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     seen: list[tuple[int, int]] = []
     summary = publish_repository(repository, location, progress=lambda *done: seen.append(done))
@@ -53,9 +53,7 @@ def test_a_copy_is_whole_and_says_how_far_it_is(location: StoreLocation, tmp_pat
     assert "only-for-tests" not in server.log_path.read_text()
 
 
-def test_second_copy_sends_nothing_and_a_partial_one_goes_on(
-    location: StoreLocation, tmp_path: Path
-) -> None:
+def test_second_copy_sends_nothing_and_a_partial_one_goes_on(location, tmp_path):
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     (repository / "double" / "1" / "weights.bin").write_bytes(os.urandom(20_000_000))
     assert publish_repository(repository, location).sent == 3
@@ -71,9 +69,7 @@ def test_second_copy_sends_nothing_and_a_partial_one_goes_on(
     )
 
 
-def test_other_contents_are_kept_unless_overwriting(
-    location: StoreLocation, tmp_path: Path
-) -> None:
+def test_other_contents_are_kept_unless_overwriting(location, tmp_path):
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     (repository / "double" / "1" / "old.bin").write_bytes(b"old")
     publish_repository(repository, location)
@@ -103,9 +99,7 @@ def published_after_kill(repository: Path, location: StoreLocation, pause_s: flo
 
 
 @pytest.mark.soak
-def test_models_of_a_publication_killed_at_any_moment_are_whole_or_hidden(
-    location: StoreLocation, tmp_path: Path, soak: int
-) -> None:
+def test_models_of_a_publication_killed_at_any_moment_are_whole_or_hidden(location, tmp_path, soak):
     chance = random.Random(5)
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     add_model(repository, "other", DOUBLE)
@@ -138,9 +132,7 @@ def test_models_of_a_publication_killed_at_any_moment_are_whole_or_hidden(
     assert soak == 1 or 0 < visible < KILLS * soak  # kills have come in time
 
 
-def test_missing_bucket_and_unreachable_store_are_reported(
-    location: StoreLocation, tmp_path: Path
-) -> None:
+def test_missing_bucket_and_unreachable_store_are_reported(location, tmp_path):
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     absent = parse_location(f"s3://{location.endpoint_url}/absent/repo")
     with pytest.raises(OSError, match=r"absent/repo: .*bucket does not exist"):

@@ -59,8 +59,8 @@ def _listening_addresses(ports: set[int]) -> set[str]:
 
 
 def test_server_of_a_folder_of_any_name_serves_on_chosen_ports_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     folder = add_model(tmp_path / "M\u00fcller's $(models) & more", "double", DOUBLE)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -86,7 +86,7 @@ def test_server_of_a_folder_of_any_name_serves_on_chosen_ports_and_leaves_nothin
     assert (folder / "double" / "1" / "model.py").exists()
 
 
-def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> None:
+def test_failing_model_stops_the_start_with_its_own_words(tmp_path):
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     server = new_server(add_model(repository, "bad", FAILING), tmp_path)
     with pytest.raises(ServerStartError) as caught:
@@ -99,20 +99,20 @@ def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> Non
     assert server.poll() is not None
 
 
-def test_start_that_takes_too_long_names_the_loading_models(tmp_path: Path) -> None:
+def test_start_that_takes_too_long_names_the_loading_models(tmp_path):
     server = new_server(add_model(tmp_path / "repo", "slow", SLOW_START), tmp_path)
     with pytest.raises(ServerStartError, match=r"not ready after 10 s:\n  still loading slow"):
         server.start(timeout_s=10)
     assert server.poll() is not None
 
 
-def test_repository_without_models_is_refused(tmp_path: Path) -> None:
+def test_repository_without_models_is_refused(tmp_path):
     (tmp_path / "repo").mkdir()
     with pytest.raises(ServerStartError, match="holds no model"):
         new_server(tmp_path / "repo", tmp_path).start(timeout_s=60)
 
 
-def test_ports_in_use_are_named_with_key_and_holder(tmp_path: Path) -> None:
+def test_ports_in_use_are_named_with_key_and_holder(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         server = ModelServer(
@@ -139,7 +139,7 @@ def own_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_place")
-def test_killed_owner_or_program_takes_the_whole_server_along(tmp_path: Path) -> None:
+def test_killed_owner_or_program_takes_the_whole_server_along(tmp_path):
     add_model(tmp_path / "repo", "double", DOUBLE)
     script = f"""
         import time
@@ -178,7 +178,7 @@ def test_killed_owner_or_program_takes_the_whole_server_along(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("module", ["inference.host.__main__", "inference.server.supervisor"])
-def test_killed_parent_leaves_no_process_behind(tmp_path: Path, module: str) -> None:
+def test_killed_parent_leaves_no_process_behind(tmp_path, module):
     server = new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path)
     server.start(timeout_s=240)
     running = processes(server)

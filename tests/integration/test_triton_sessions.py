@@ -69,9 +69,7 @@ def _talk(client: TritonClient, session: int, turns: Sequence[Sequence[int]]) ->
     return shown
 
 
-def test_concurrent_sessions_equal_single_requests(
-    client: TritonClient, greedy_cases: list[dict[str, Any]]
-) -> None:
+def test_concurrent_sessions_equal_single_requests(client, greedy_cases):
     prompts = [case["input_ids"] for case in greedy_cases]
     conversations = [[prompt[:1], prompt[1:2], prompt[-2:]] for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -86,9 +84,7 @@ def test_concurrent_sessions_equal_single_requests(
         assert len(whole) == len(first) + len(second) + len(third) + 3 * 8
 
 
-def test_streamed_turns_end_in_the_answer_that_comes_whole(
-    client: TritonClient, greedy_cases: list[dict[str, Any]]
-) -> None:
+def test_streamed_turns_end_in_the_answer_that_comes_whole(client, greedy_cases):
     prompt = greedy_cases[0]["input_ids"]
     expected = _talk(client, 20, [prompt[:4], prompt[4:6]])
     first = _request(prompt[:4], session_len=SESSION_LEN)
@@ -100,9 +96,7 @@ def test_streamed_turns_end_in_the_answer_that_comes_whole(
     assert _whole(frames[-1]) == expected
 
 
-def test_instances_share_sessions_out_and_each_stays_where_it_began(
-    server: ModelServer, client: TritonClient, greedy_cases: list[dict[str, Any]]
-) -> None:
+def test_instances_share_sessions_out_and_each_stays_where_it_began(server, client, greedy_cases):
     prompts = [case["input_ids"] for case in greedy_cases[:3]]
     sessions = range(100, 100 + 2 * len(prompts))
 
@@ -156,12 +150,12 @@ def _completed(server: ModelServer) -> dict[str, float]:
     return found
 
 
-def test_http_holds_sessions_too(server: ModelServer, client: TritonClient) -> None:
+def test_http_holds_sessions_too(server, client):
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
 
 
-def test_text_of_a_conversation_goes_through_the_ensemble(client: TritonClient) -> None:
+def test_text_of_a_conversation_goes_through_the_ensemble(client):
     """Two turns of text give the tokens of the same two turns."""
     turns, shown = ("It was the best of times", ", said the old man"), b""
     for number, text in enumerate(turns):

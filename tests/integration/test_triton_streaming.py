@@ -17,7 +17,6 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.client import main
-from inference.server.client import TritonClient
 from inference.server.server import ModelServer
 from tests.contract import tensors_of
 from tests.integration.triton_process import hosted
@@ -56,8 +55,8 @@ def _tokens(frame: dict[str, Any]) -> list[int]:
 
 
 def test_every_token_comes_as_one_frame_and_the_last_holds_the_recorded_answer(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+    client, greedy_cases
+):
     for case in greedy_cases:
         prompt = case["input_ids"]
         frames = list(client.stream(MODEL, _request(prompt, NEW_TOKENS)))
@@ -70,18 +69,14 @@ def test_every_token_comes_as_one_frame_and_the_last_holds_the_recorded_answer(
         assert all(frame["output_ids"].shape[2] == len(prompt) + NEW_TOKENS for frame in frames)
 
 
-def test_text_arrives_in_pieces_that_make_up_the_recorded_text(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_text_arrives_in_pieces_that_make_up_the_recorded_text(client, greedy_cases):
     for case in greedy_cases[:2]:
         pieces = list(client.stream_text(case["prompt"], output_len=NEW_TOKENS))
         assert "".join(pieces) == case["greedy_text"]
         assert len(pieces) > NEW_TOKENS // 2
 
 
-def test_whole_answers_come_from_a_streaming_model_too(
-    client: TritonClient, greedy_cases: Cases
-) -> None:
+def test_whole_answers_come_from_a_streaming_model_too(client, greedy_cases):
     case = greedy_cases[0]
     texts = client.generate_text([case["prompt"]] * 3, output_len=NEW_TOKENS)
     assert texts == [[case["greedy_text"]]] * 3
@@ -91,9 +86,7 @@ def test_whole_answers_come_from_a_streaming_model_too(
     )
 
 
-def test_a_request_without_a_required_input_is_refused_by_name(
-    server: ModelServer, client: TritonClient
-) -> None:
+def test_a_request_without_a_required_input_is_refused_by_name(server, client):
     text = {"INPUT_0": np.array([[b"It was"]], np.object_)}
     for ask in (client.infer, lambda *request: list(client.stream(*request))):
         with pytest.raises(InferenceServerException, match="lacks 'INPUT_1', which the model req"):
@@ -111,9 +104,7 @@ def test_a_request_without_a_required_input_is_refused_by_name(
         assert said in caught.value.read().decode()
 
 
-def test_leaving_a_stream_frees_its_place_before_its_end(
-    server: ModelServer, client: TritonClient
-) -> None:
+def test_leaving_a_stream_frees_its_place_before_its_end(server, client):
     def cancelled() -> float:
         return metrics(server).get("slipway_requests_total cancelled", 0.0)
 
@@ -126,9 +117,7 @@ def test_leaving_a_stream_frees_its_place_before_its_end(
     until(lambda: cancelled() == before + 1, "the request that was given up")
 
 
-def test_the_metrics_agree_with_what_a_client_measures(
-    server: ModelServer, client: TritonClient
-) -> None:
+def test_the_metrics_agree_with_what_a_client_measures(server, client):
     before = settled_metrics(server)
     rounds, walls, firsts = 3, 0.0, 0.0
     for _ in range(rounds):
@@ -186,11 +175,11 @@ def metrics(server: ModelServer) -> dict[str, float]:
 
 
 def test_streaming_commands_work_against_the_server(
-    server: ModelServer,
-    greedy_cases: Cases,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+    server,
+    greedy_cases,
+    capsys,
+    tmp_path,
+):
     case, url = greedy_cases[0], ["--url", server.address("grpc")]
     assert main(["stream", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
     assert capsys.readouterr().out == case["greedy_text"] + "\n"

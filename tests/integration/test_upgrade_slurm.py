@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.integration.command import FREE_PORTS, ROOT, finish, start
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
@@ -16,9 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.usefixtures("reac
 _SAMPLES = 6
 
 
-def test_rows_outlive_a_killed_command_and_are_judged_by_the_next(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_rows_outlive_a_killed_command_and_are_judged_by_the_next(tmp_path, slurm_cluster):
     page = tmp_path / "upgrade"
     words = [
         "action=upgrade", "export=gpt3/sample", "stages=[export,evaluate]", *CLUSTER, *FREE_PORTS,

@@ -31,7 +31,6 @@ from stages.endpoint import ServerEndpoint
 from stages.progress import write_json
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
-from tests.integration.conftest import SampleRepository
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER, configure
 from tests.waiting import until
@@ -175,13 +174,13 @@ TWO_NODES = ("cluster.gpus_per_node=1", "cluster.mpi=none")
 @pytest.mark.soak
 @pytest.mark.parametrize(("nodes", "count"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_clients_notice_no_hand_over(
-    tmp_path: Path,
-    slurm_cluster: SlurmCluster,
-    sample_repository: SampleRepository,
-    soak: int,
-    nodes: int,
-    count: int,
-) -> None:
+    tmp_path,
+    slurm_cluster,
+    sample_repository,
+    soak,
+    nodes,
+    count,
+):
     repository = sample_repository(tp_size=nodes, decoupled=True, parameters=NO_SHARED_MEMORY)
     chain = Uptime(slurm_cluster, tmp_path, repository)
     # The next job may start as soon as this one serves; with real limits, in the middle of it.
@@ -222,8 +221,8 @@ def test_clients_notice_no_hand_over(
 
 
 def test_lost_jobs_are_replaced_and_a_cancelled_one_ends_the_chain(
-    tmp_path: Path, slurm_cluster: SlurmCluster, sample_repository: SampleRepository
-) -> None:
+    tmp_path, slurm_cluster, sample_repository
+):
     chain = Uptime(slurm_cluster, tmp_path, sample_repository(tp_size=1))
     chain.run("deploy.handover_s=535", "deploy.restart_backoff_s=0.1")
     until(lambda: chain.serving() != "", "the first server")
@@ -249,12 +248,12 @@ def test_lost_jobs_are_replaced_and_a_cancelled_one_ends_the_chain(
 
 
 def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
-    tmp_path: Path,
-    slurm_cluster: SlurmCluster,
-    sample_repository: SampleRepository,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    slurm_cluster,
+    sample_repository,
+    monkeypatch,
+    capfd,
+):
     """The job that serves is this process; those that should follow are real ones."""
     monkeypatch.setattr(slurm_chain, "_LATE_S", -1.0)  # from its first second on
     monkeypatch.setattr(slurm_chain, "_QUERY_S", 0.2)

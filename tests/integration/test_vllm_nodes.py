@@ -6,12 +6,10 @@ import json
 import os
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integration.command import finish, processes_of, start
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER, mpi
 from tests.waiting import until
 
@@ -53,9 +51,7 @@ http.server.ThreadingHTTPServer((given.host, int(given.port)), Handler).serve_fo
 """
 
 
-def test_a_model_over_two_nodes_is_served_and_starts_again(
-    tmp_path: Path, slurm_cluster: SlurmCluster
-) -> None:
+def test_a_model_over_two_nodes_is_served_and_starts_again(tmp_path, slurm_cluster):
     program, model = tmp_path / "vllm", tmp_path / "model"
     script = tmp_path / "vllm.py"
     script.write_text(STAND_IN.format(notes=tmp_path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
@@ -16,8 +15,8 @@ STEPS = (10, 20, 30)
 
 
 def test_each_checkpoint_has_its_own_figures_though_they_share_a_server_that_dies(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for step in STEPS:
         folder = write_tiny_gpt2(tmp_path / "run" / f"checkpoint-{step}", seed=step, positions=512)
         (folder / "trainer_state.json").touch()

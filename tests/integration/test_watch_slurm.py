@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import CLUSTER
 from tests.waiting import until
 
@@ -26,12 +24,12 @@ SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 @pytest.mark.soak
 @pytest.mark.parametrize("exchange", [pytest.param(False, marks=pytest.mark.long), True])
 def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
-    tmp_path: Path,
-    slurm_cluster: SlurmCluster,
-    soak: int,
-    request: pytest.FixtureRequest,
-    exchange: bool,
-) -> None:
+    tmp_path,
+    slurm_cluster,
+    soak,
+    request,
+    exchange,
+):
     steps = range(30, 30 + 10 * min(soak, 50), 10)
     run, base = tmp_path / "run" / "checkpoints", tmp_path / "results"
     run.mkdir(parents=True)

@@ -65,21 +65,21 @@ def elsewhere(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_wheel_is_one_folder_and_a_path_file(installed: Path) -> None:
+def test_the_wheel_is_one_folder_and_a_path_file(installed):
     (packages,) = installed.parent.glob("lib/python*/site-packages")
     names = {each.name for each in packages.iterdir() if not each.name.endswith(".dist-info")}
     assert names == {"slipway_serving", "slipway_serving.pth", "others.pth"}
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_wheel_holds_the_products_of_a_cpu(installed: Path, elsewhere: Path) -> None:
+def test_the_wheel_holds_the_products_of_a_cpu(installed, elsewhere):
     where = "import inference.parallel.native_cpu as n; print(n.LIBRARY, n.has_library())"
     library, found = run([installed / "python", "-c", where], elsewhere).split()
     assert Path(library).is_relative_to(installed.parent)
     assert found == "True"
 
 
-def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None:
+def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path):
     without = os.environ | {"CC": "/nonexistent/cc"}
     subprocess.run([*_WHEEL, tmp_path, ROOT], env=without, check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -89,7 +89,7 @@ def test_without_a_compiler_the_wheel_is_of_python_alone(tmp_path: Path) -> None
     assert subprocess.run([*_WHEEL, tmp_path, ROOT], env=asked, capture_output=True).returncode
 
 
-def test_modules_have_the_same_names_as_in_a_checkout(installed: Path, elsewhere: Path) -> None:
+def test_modules_have_the_same_names_as_in_a_checkout(installed, elsewhere):
     where = "import inference.client, export_scripts; print(export_scripts.__file__)"
     shown = run([installed / "python", "-c", where], elsewhere)
     assert Path(shown.strip()).is_relative_to(installed.parent)
@@ -99,9 +99,7 @@ def test_modules_have_the_same_names_as_in_a_checkout(installed: Path, elsewhere
 
 
 @pytest.mark.triton
-def test_the_installed_command_works_in_the_folder_where_it_is_given(
-    installed: Path, elsewhere: Path
-) -> None:
+def test_the_installed_command_works_in_the_folder_where_it_is_given(installed, elsewhere):
     shown = run([installed / "slipway-serving", *SAMPLE, *SMALL, *PORTS], elsewhere)
     assert "lambada" in shown
     assert f"results: {elsewhere}/results/gpt_books_5m/" in shown

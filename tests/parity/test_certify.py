@@ -665,7 +665,7 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault_is_named_at_its_place(name: str, tmp_path, sources):
+def test_planted_fault_is_named_at_its_place(name, tmp_path, sources):
     family, fault, where, place, said = FAULTS[name]
     source = sources(family)
     copy = copied(source, tmp_path)
@@ -691,9 +691,7 @@ def test_planted_fault_is_named_at_its_place(name: str, tmp_path, sources):
         ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     ],
 )
-def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
-    key: str, value: Any, tmp_path, sources
-):
+def test_a_setting_planted_in_a_folder_made_of_shards_is_named(key, value, tmp_path, sources):
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind = {"output_format": "huggingface", "tp_size": 1}
     copy = Copy(convert_to(shards, tmp_path / "folder", **kind))
@@ -708,7 +706,7 @@ def test_a_setting_planted_in_a_folder_made_of_shards_is_named(
     ("name", "key", "value"), [("opt", "word_embed_proj_dim", 24), ("bert", "type_vocab_size", 3)]
 )
 def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
-    name: str, key: str, value: Any, tmp_path, sources
+    name, key, value, tmp_path, sources
 ):
     copy = Copy(shutil.copytree(sources(name), tmp_path / "copy"))
     copy.setting(**{key: value})
@@ -719,7 +717,7 @@ def test_a_size_without_a_tensor_of_its_own_that_differs_is_named(
 
 @pytest.mark.parametrize("names", [["LlamaModel"], ["LlamaForSequenceClassification"], []])
 def test_a_class_that_is_not_that_of_the_model_is_named_whatever_the_source(
-    names: list[str], tmp_path, sources
+    names, tmp_path, sources
 ):
     shards = convert_to(sources("llama"), tmp_path / "shards")
     kind = {"output_format": "huggingface", "tp_size": 1}
@@ -752,7 +750,7 @@ FAULTS_OF_4_BITS: Sequence[tuple[dict[str, Any], str]] = (
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_weights_of_4_bits_are_held_to_their_rounding(method: str, tmp_path):
+def test_weights_of_4_bits_are_held_to_their_rounding(method, tmp_path):
     source = write_model("llama", tmp_path / "source", hidden_size=128, intermediate_size=256,
                          head_dim=32)  # fmt: skip
     for calibrate, state in ((False, "dequantised"), (True, "calibrated")):
@@ -804,7 +802,7 @@ def in_8_bits(copy: Copy, move: int = 0) -> None:
     ("move", "words"),
     [(0, "the rounding of quantised weights"), (1, "what calibration moves in quantised weights")],
 )
-def test_integers_that_a_program_rounds_in_bf16_pass(move: int, words: str, copy, sources):
+def test_integers_that_a_program_rounds_in_bf16_pass(move, words, copy, sources):
     in_8_bits(copy, move)
     assert f"equal up to {words} (" in made(sources("llama"), copy.path).verdict
     copy.tensors["model.layers.0.mlp.up_proj.weight_scale"][3] *= 1.1
@@ -898,7 +896,7 @@ def test_another_file_of_the_vocabulary_is_not_called_equal(tmp_path, sources):
 @pytest.mark.parametrize(
     ("model", "key"), [("gemma3", "sliding_window_pattern"), ("llama", "rotary_emb_base")]
 )
-def test_a_spelling_of_another_release_is_a_bound(model: str, key: str, tmp_path):
+def test_a_spelling_of_another_release_is_a_bound(model, key, tmp_path):
     source = write_model(model, tmp_path / "source")
     copy = copied(source, tmp_path)
     settings: dict[str, Any] = {key: 2}
@@ -941,7 +939,7 @@ def test_names_of_a_model_in_memory_may_be_those_of_files_and_index(tmp_path):
     ],
 )
 def test_experts_in_another_order_with_their_router_are_the_same_function(
-    name: str, order: list[int], is_same: bool, tmp_path
+    name, order, is_same, tmp_path
 ):
     source = write_model(name, tmp_path / "source", num_hidden_layers=4)
     copy = copied(source, tmp_path)
@@ -1053,9 +1051,7 @@ def test_an_adapter_that_libraries_add_to_the_source_is_not_passed_over(copy, so
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_that_was_merged_is_certified_with_its_source(
-    dtype: torch.dtype, sources, tmp_path
-):
+def test_an_adapter_that_was_merged_is_certified_with_its_source(dtype, sources, tmp_path):
     source, adapter, folder = sources("llama"), tmp_path / "adapter", tmp_path / "folder"
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -1150,7 +1146,7 @@ UNCOMPARED: Mapping[Callable[[Copy], None], str] = {
 
 
 @pytest.mark.parametrize("fault", UNCOMPARED)
-def test_what_cannot_be_compared_is_not_called_equal(fault: Callable[[Copy], None], copy, sources):
+def test_what_cannot_be_compared_is_not_called_equal(fault, copy, sources):
     fault(copy)
     copy.save()
     certificate = made(sources("llama"), copy.path)
@@ -1205,7 +1201,7 @@ SOUND: Mapping[str, tuple[Callable[[Copy], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_foreign_folder_passes(name: str, tmp_path, sources):
+def test_sound_foreign_folder_passes(name, tmp_path, sources):
     source, (change, bound) = sources("llama"), SOUND[name]
     copy = copied(source, tmp_path)
     change(copy)
@@ -1234,7 +1230,7 @@ ALIKE = (
     ],
 )
 def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_named(
-    name: str, tmp_path
+    name, tmp_path
 ):
     source = write_model(name, tmp_path / "source")
     fields = {}
@@ -1264,7 +1260,7 @@ def test_every_family_equals_its_source_in_every_layer_and_each_lost_tensor_is_n
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
-def test_rounding_of_a_type_is_within_its_tolerance(name: str, kind: str, tmp_path):
+def test_rounding_of_a_type_is_within_its_tolerance(name, kind, tmp_path):
     source = write_model(name, tmp_path / "source")
     folder = convert_to(source, tmp_path, weight_data_type=kind)
     certificate = made(source, folder, layers=True)
@@ -1306,7 +1302,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damaged", DAMAGES)
-def test_damaged_shard_is_named_with_the_first_layer_that_differs(damaged: str, tmp_path):
+def test_damaged_shard_is_named_with_the_first_layer_that_differs(damaged, tmp_path):
     family, name, value, place = DAMAGES[damaged]
     source = write_model(family, tmp_path / "source")
     folder = convert_to(source, tmp_path)
@@ -1336,7 +1332,7 @@ def test_defaults_of_generation_that_a_format_lacks_are_not_computed(tmp_path):
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
-def test_what_could_not_be_computed_is_never_called_equal(layout: dict[str, Any], tmp_path, capsys):
+def test_what_could_not_be_computed_is_never_called_equal(layout, tmp_path, capsys):
     source = write_nemo(tmp_path / "gpt.nemo", **layout)
     folder = convert_to(source, tmp_path)
     words = [str(source), str(folder), "--set", "start_id=1", "--set", "end_id=2"]
@@ -1351,7 +1347,7 @@ def test_what_could_not_be_computed_is_never_called_equal(layout: dict[str, Any]
 
 
 @pytest.mark.parametrize("output", ["fastertransformer", "huggingface"])
-def test_a_source_whose_library_is_not_run_is_computed_by_transformers(output: str, tmp_path):
+def test_a_source_whose_library_is_not_run_is_computed_by_transformers(output, tmp_path):
     source = write_nemo(tmp_path / "gpt.nemo")
     folder = convert_to(source, tmp_path, tp_size=1, output_format=output, allow=("*",))
     layers = part(made(source, folder, layers=True), "layers")
@@ -1372,9 +1368,7 @@ def test_a_source_whose_library_is_not_run_is_computed_by_transformers(output: s
         pytest.param("llama_tp2", "huggingface", marks=pytest.mark.long),
     ],
 )
-def test_megatron_core_checkpoint_is_computed_by_its_own_library(
-    name: str, output: str, shared, tmp_path
-):
+def test_megatron_core_checkpoint_is_computed_by_its_own_library(name, output, shared, tmp_path):
     if find_spec("megatron") is None:
         pytest.skip("megatron-core is missing: pip install 'megatron-core>=0.12'")
     source = shared / "golden" / "gpt_mcore" / name / "source" / "model.nemo"
@@ -1395,7 +1389,7 @@ def test_megatron_core_checkpoint_is_computed_by_its_own_library(
     ],
     ids=["fused", "by erf", "OpenAI's"],
 )
-def test_gated_gelu_has_the_form_that_megatron_core_computes(settings: dict[str, bool], tmp_path):
+def test_gated_gelu_has_the_form_that_megatron_core_computes(settings, tmp_path):
     pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
     torch.manual_seed(0)
     source = write_core(tmp_path / "model.nemo", core_state(), activation="geglu", **settings)
@@ -1416,9 +1410,7 @@ def test_gated_gelu_has_the_form_that_megatron_core_computes(settings: dict[str,
     ],
     ids=str,
 )
-def test_traits_of_megatron_core_are_computed_or_named(
-    changes: dict[str, Any], is_computed: bool, tmp_path
-):
+def test_traits_of_megatron_core_are_computed_or_named(changes, is_computed, tmp_path):
     pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
     torch.manual_seed(0)
     state = core_state()
@@ -1479,7 +1471,7 @@ def test_release_of_mesh_transformer_jax_equals_transformers(shared, tmp_path):
      ("opt/post_ln_projected", 27, 0, 2), ("t5_nemo/linear_adapter", 84, 32, 0)],
 )  # fmt: skip
 def test_folders_of_nvidias_converters_hold_the_same_tensors(
-    shared, tmp_path, case: str, tensors: int, added: int, products: int
+    shared, tmp_path, case, tensors, added, products
 ):
     """Tables that are products of two tensors may be rounded otherwise on another processor."""
     golden = shared / "golden" / case
@@ -1519,7 +1511,7 @@ def test_a_model_of_no_known_family_is_compared_by_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"), [("tie_word_embeddings", False), ("vocab_size", 54), ("pad_token_id", 2)]
 )
-def test_a_model_of_no_known_family_is_held_to_its_settings(key: str, value: Any, tmp_path):
+def test_a_model_of_no_known_family_is_held_to_its_settings(key, value, tmp_path):
     import transformers
 
     config = transformers.XGLMConfig(
@@ -1608,9 +1600,7 @@ def test_certificate_is_written_signed_and_verified(tmp_path, sources, capsys):
         (["{unknown}", "{source}"], "internlm2"),
     ],
 )
-def test_bad_input_is_reported_and_ends_with_2(
-    words: list[str], message: str, tmp_path, sources, capsys
-):
+def test_bad_input_is_reported_and_ends_with_2(words, message, tmp_path, sources, capsys):
     source = sources("llama")
     folder = convert_to(source, tmp_path)
     paths = {"source": source, "folder": folder, "other": sources("gpt2")}

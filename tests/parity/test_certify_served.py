@@ -220,7 +220,7 @@ def training_file(form: str, server: Server, folder: Path, *, error: float = 0.0
      ("verl", 6), ("verl's batch", 6),
      ("verl's queue", 6), ("slime", 6), ("slime's training", 6)],
 )  # fmt: skip
-def test_training_step_is_compared_with_the_server(form: str, tokens: int, server, tmp_path):
+def test_training_step_is_compared_with_the_server(form, tokens, server, tmp_path):
     path = training_file(form, server, tmp_path)
     words = ["--training", str(path), "--endpoint", server.url, "--output", str(tmp_path / "out")]
     assert main(words) == 0
@@ -269,7 +269,7 @@ def test_a_log_probability_that_is_no_number_differs(server, tmp_path):
         ({"logprobs": [-1.0] * 6, "position_ids": [0, 1, 2, 0, 1, 2]}, "several sequences"),
     ],
 )
-def test_a_row_that_is_none_is_refused(changes: dict[str, Any], said: str, tmp_path):
+def test_a_row_that_is_none_is_refused(changes, said, tmp_path):
     path = tmp_path / "rows.jsonl"
     row = {"token_ids": [1, 2, 3, 4, 5, 6], "logprobs": [-1.0] * 2}
     path.write_text(f"{json.dumps(row)}\n{json.dumps(row | changes)}")
@@ -309,7 +309,7 @@ def test_fields_that_are_not_of_rows_are_passed_over(tmp_path):
         (["--training", "{number}", "--endpoint", "http://127.0.0.1:9"], "a row is int"),
     ],
 )
-def test_what_cannot_be_asked_ends_with_2(words: list[str], message: str, tmp_path, capsys):
+def test_what_cannot_be_asked_ends_with_2(words, message, tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "x"}\n')
     code = tmp_path / "batch.pt"

@@ -200,7 +200,7 @@ def make_request(lengths: list[int], beam_width: int = 1) -> GenerationRequest:
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path):
+def test_logits_equal_those_of_the_cpu(name, data_type, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     with (
         Engine(ft_dir, Placement(device="cpu")) as cpu,
@@ -211,7 +211,7 @@ def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name: str, tmp_path):
+def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     options = EngineOptions(max_lanes=6)
     with (
@@ -229,7 +229,7 @@ def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name: str, tmp
 
 @pytest.mark.parametrize("data_type", ["fp16", "bf16"])
 @pytest.mark.parametrize("form", [{"int8_mode": 1}, {"fp8": True}])
-def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_path):
+def test_eight_bit_weights_stay_close(form, data_type, tmp_path):
     ft_dir = write_random(*MODELS["gptj"], tmp_path)
     request = make_request([9, 5, 7])
     with (
@@ -246,7 +246,7 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
 
 @pytest.mark.parametrize("data_type", ["fp16", "bf16"])
 @pytest.mark.parametrize("group", [0, 128, 96])  # the last is widened
-def test_folders_in_fp8_are_computed_as_they_are(group: int, data_type: str, tmp_path):
+def test_folders_in_fp8_are_computed_as_they_are(group, data_type, tmp_path):
     sizes = {"head_num": 4, "size_per_head": 64, "hidden_size": 256, "inter_size": 384}
     config = DenseConfig(**{**DENSE_SIZES, **sizes, "fp8_group_size": group}, has_qkv_bias=True)
     ft_dir = write_random(DENSE, config, tmp_path, scale=0.05)
@@ -267,7 +267,7 @@ def test_folders_in_fp8_are_computed_as_they_are(group: int, data_type: str, tmp
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path):
+def test_keys_and_values_in_fp8_are_those_of_the_cpu(name, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     forms: list[dict[str, Any]] = [
         {"device": "cpu"}, {"device": "cuda", "data_type": "fp16"}, {"device": "cuda"},
@@ -290,9 +290,7 @@ def test_keys_and_values_in_fp8_are_those_of_the_cpu(name: str, tmp_path):
 
 @pytest.mark.parametrize("form", [{}, {"int8_mode": 1}, {"fp8": True}])
 @pytest.mark.parametrize("name", MODELS)
-def test_batch_invariant_answers_do_not_depend_on_other_requests(
-    name: str, form: dict[str, Any], tmp_path
-):
+def test_batch_invariant_answers_do_not_depend_on_other_requests(name, form, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     placement = Placement(device="cuda", data_type="fp16", batch_invariant=True, **form)
     block = 2 * 3 * 32 * 2 * 16  # bytes of 16 tokens' keys and values
@@ -333,7 +331,7 @@ def test_best_tokens_equal_those_of_the_cpu():
 
 @pytest.mark.parametrize("vocab_size", [1, 53, 20_011])
 @pytest.mark.parametrize("kind", ["smooth", "ties", "flat", "banned", "marked"])
-def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str):
+def test_drawn_tokens_equal_those_of_the_cpu(vocab_size, kind):
     generator = torch.Generator().manual_seed(vocab_size)
     rows = 256
     logits = 4 * torch.randn(rows, vocab_size, generator=generator)
@@ -427,7 +425,7 @@ def test_tokens_that_a_gpu_has_chosen_are_penalised():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float):
+def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad):
     logits = torch.randn(9, 20_000)
     logits[2:4, 11_111] = bad
     logits[4] = bad
@@ -443,7 +441,7 @@ def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float):
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path):
+def test_sampled_tokens_equal_those_of_the_cpu(name, tmp_path):
     """The host draws on a CPU, the GPU in steps that overlap; neighbours change nothing."""
     ft_dir = write_random(*MODELS[name], tmp_path)
     kinds: list[dict[str, Any]] = [

@@ -167,10 +167,10 @@ SINGLE = [(3, 0, 1), (0, 300, 1), (5, 33, 1), (1, 15, 1), (8, 16, 1), (2, 31, 1)
 @pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 64), (7, 1, 80), (2, 2, 256)], ids=str)
 @pytest.mark.parametrize("block", [16, 64])  # a tile of tokens lies in several, or in one
 def test_sequences_of_all_lengths(
-    block: int,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    segments: list[tuple[int, int, int]],
+    block,
+    heads,
+    dtype,
+    segments,
     device,
 ):
     torch.manual_seed(0)
@@ -223,9 +223,7 @@ MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
 @pytest.mark.parametrize(
     ("group", "dtype"), [(2, torch.float32), (2, torch.float16), (1, torch.float16)], ids=str
 )
-def test_biases_windows_and_turned_keys(
-    group: int, dtype: torch.dtype, kind: str, segments: list[tuple[int, int, int]], device
-):
+def test_biases_windows_and_turned_keys(group, dtype, kind, segments, device):
     torch.manual_seed(0)
     heads = 6 if segments is not MANY else 126
     rules = {
@@ -264,11 +262,11 @@ def test_biases_windows_and_turned_keys(
     ids=str,
 )
 def test_keys_and_values_in_fp8(
-    heads: tuple[int, int, int],
-    rules: AttentionRules,
-    block: int,
-    dtype: torch.dtype,
-    segments: list[tuple[int, int, int]],
+    heads,
+    rules,
+    block,
+    dtype,
+    segments,
     device,
 ):
     torch.manual_seed(0)
@@ -303,9 +301,7 @@ def test_cached_tokens_are_attended_without_new_keys(device):
     ],
     ids=str,
 )
-def test_prompts_by_flash_attention(
-    heads: tuple[int, int, int], rules: AttentionRules, device, monkeypatch
-):
+def test_prompts_by_flash_attention(heads, rules, device, monkeypatch):
     torch.manual_seed(0)
     if flash_attention._forward_pass(device) is None:
         monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
@@ -318,7 +314,7 @@ def test_prompts_by_flash_attention(
 
 @pytest.mark.parametrize("shared", [232448, 166912, 101376, 65536])  # H200, A100, L4, T4
 @pytest.mark.parametrize("row_bytes", [256, 512, 1024])
-def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int):
+def test_tiles_fit_the_shared_memory(row_bytes, shared):
     from inference.model.gpu.attention import fitting
 
     wanted = {"TOKENS": 64, "num_stages": 3, "num_warps": 4}
@@ -332,9 +328,7 @@ def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int):
 @pytest.mark.parametrize("slots", [4, 256])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("tokens", [128, 2048])
-def test_a_graph_has_tiles_for_every_mixture(
-    tokens: int, group: int, slots: int, batch_invariant: bool
-):
+def test_a_graph_has_tiles_for_every_mixture(tokens, group, slots, batch_invariant):
     from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
     from inference.model.gpu.prompt_graph import tile_room
 

@@ -64,7 +64,7 @@ HALF = [(name, kind) for name, model in MODELS.items() for kind in TOLERANCE if 
 
 @pytest.mark.parametrize(("name", "data_type"), [*HALF, ("bare", "fp32")])
 @pytest.mark.parametrize("task", [None, 1])
-def test_t5_logits_equal_those_of_the_cpu(name: str, data_type: str, task: int | None, tmp_path):
+def test_t5_logits_equal_those_of_the_cpu(name, data_type, task, tmp_path):
     model = MODELS[name]
     folder = t5_folder(tmp_path, model)
     options: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"data_type": data_type}}
@@ -85,7 +85,7 @@ def request_of(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name: str, tmp_path):
+def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(name, tmp_path):
     folder = t5_folder(tmp_path, MODELS[name])
     options = EngineOptions(max_lanes=6)
     with (
@@ -131,7 +131,7 @@ def test_t5_tokens_of_requests_that_arrive_while_others_run_equal_those_of_the_c
 
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
-def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(data_type: str, tmp_path):
+def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(data_type, tmp_path):
     folder = t5_folder(tmp_path, MODELS["relative"])
     tensors = {
         "input_ids": np.array([PROMPT, (*PROMPT[:3], 0, 0, 0, 0)], np.uint32),
@@ -156,7 +156,7 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(data_type: str,
 @pytest.mark.parametrize(
     "lengths", [(9, 2, 5), (1,) * 60, (70, 1, 64)], ids=["few", "many", "long"]
 )
-def test_bert_equals_the_cpu(data_type: str, lengths: tuple[int, ...], tmp_path):
+def test_bert_equals_the_cpu(data_type, lengths, tmp_path):
     config = BertConfig(
         model_name="bert",
         weight_data_type="fp32",

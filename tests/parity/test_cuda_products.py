@@ -45,12 +45,12 @@ def rounded_fp8(x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_products_equal_those_of_single_precision(
-    form: GemmOptions,
-    rows: int,
-    outputs: int,
-    inputs: int,
-    activation: GemmActivation | None,
-    dtype: torch.dtype,
+    form,
+    rows,
+    outputs,
+    inputs,
+    activation,
+    dtype,
 ):
     generator = torch.Generator().manual_seed(inputs)
     x = torch.randn(rows, inputs, generator=generator)
@@ -87,9 +87,7 @@ def test_products_equal_those_of_single_precision(
 # The last is Qwen2.5 1.5B's, whose programs share their inputs in 8 bits.
 @pytest.mark.parametrize("outputs", [35, 64, 8960])
 @pytest.mark.parametrize("form", FORMS)
-def test_gated_products_equal_those_of_single_precision(
-    form: GemmOptions, outputs: int, rows: int, activation: GemmActivation
-):
+def test_gated_products_equal_those_of_single_precision(form, outputs, rows, activation):
     torch.manual_seed(0)
     x = torch.randn(rows, 272, dtype=torch.float16)
     gate, linear = (torch.randn(2, 272, outputs) / 16).half().unbind()
@@ -121,9 +119,7 @@ def test_gated_products_equal_those_of_single_precision(
 @pytest.mark.parametrize("group", [0, 128, 256])
 @pytest.mark.parametrize(("inputs", "outputs"), [(272, 96), (2432, 64), (2432, 51)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_weights_in_fp8_are_multiplied_as_they_are(
-    gated: bool, inputs: int, outputs: int, group: int, rows: int, device
-):
+def test_weights_in_fp8_are_multiplied_as_they_are(gated, inputs, outputs, group, rows, device):
     """Products are those of the widened weights, of rows that only scales of outputs round."""
     from inference.parallel.gemm_cuda import CudaGemm
 
@@ -157,9 +153,7 @@ def test_weights_in_fp8_are_multiplied_as_they_are(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("outputs", [64, 520, 16400])
 @pytest.mark.parametrize("form", FORMS)
-def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
-    form: GemmOptions, outputs: int, dtype: torch.dtype
-):
+def test_batch_invariant_rows_have_the_same_bits_in_every_batch(form, outputs, dtype):
     torch.manual_seed(0)
     form = GemmOptions(int8=form.int8, fp8=form.fp8, batch_invariant=True)
     x = torch.randn(300, 1040, device="cuda", dtype=dtype)
@@ -176,9 +170,7 @@ def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [60, 150])  # ours, and libraries
 @pytest.mark.parametrize("form", FORMS[2:])
-def test_fp8_rows_are_handed_from_product_to_product(
-    form: GemmOptions, rows: int, dtype: torch.dtype, gated: bool, activation: GemmActivation
-):
+def test_fp8_rows_are_handed_from_product_to_product(form, rows, dtype, gated, activation):
     from inference.model.gpu.norm import norm
     from inference.parallel.rounding_cuda import RoundedRows
 
@@ -216,7 +208,7 @@ def rounded_rows_of(rows: Any, count: int) -> Any:
 
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("rows", [2, 200])
-def test_values_that_are_not_finite_stay_in_their_rows(rows: int, form: GemmOptions):
+def test_values_that_are_not_finite_stay_in_their_rows(rows, form):
     torch.manual_seed(0)
     x = torch.randn(rows, 64, device="cuda", dtype=torch.float16)
     x[0, 3] = float("nan")

@@ -27,9 +27,7 @@ def _needs_gpus(count: int) -> None:
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
 # Not GPT-NeoX: its shards hold biases divided by TP, so that one seed gives other models.
 @pytest.mark.parametrize("name", ["gpt", "bloom", "gptj", "llama"])
-def test_tokens_over_several_gpus_equal_those_of_the_cpu(
-    name: str, tp_size: int, pp_size: int, tmp_path
-):
+def test_tokens_over_several_gpus_equal_those_of_the_cpu(name, tp_size, pp_size, tmp_path):
     _needs_gpus(tp_size * pp_size)
     family, config = MODELS[name][0], replace(MODELS[name][1], num_layer=2)
     whole = write_random(family, config, tmp_path / "whole")
@@ -62,7 +60,7 @@ def test_tokens_over_several_gpus_equal_those_of_the_cpu(
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
-def test_t5_tokens_over_two_gpus_equal_those_of_the_cpu(tp_size: int, pp_size: int, tmp_path):
+def test_t5_tokens_over_two_gpus_equal_those_of_the_cpu(tp_size, pp_size, tmp_path):
     _needs_gpus(2)
     whole = t5_folder(tmp_path / "whole", T5_MODELS["relative"])
     parts = t5_folder(tmp_path / "parts", T5_MODELS["relative"], tp_size)

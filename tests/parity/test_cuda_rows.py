@@ -25,9 +25,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [48, 768, 1024, 1500, 4096])
 @pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
-def test_norms_equal_those_of_torch_for_every_number_of_rows(
-    added: bool, size: int, dtype: torch.dtype, device
-):
+def test_norms_equal_those_of_torch_for_every_number_of_rows(added, size, dtype, device):
     from inference.model.gpu.norm import norm
 
     torch.manual_seed(0)
@@ -53,9 +51,7 @@ def test_norms_equal_those_of_torch_for_every_number_of_rows(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 20), ((7, 7), 64), ((8, 1), 256)], ids=str)
 @pytest.mark.parametrize("whole", [False, True])
-def test_norms_of_queries_and_keys(
-    whole: bool, heads: tuple[int, int], size: int, dtype: torch.dtype, device
-):
+def test_norms_of_queries_and_keys(whole, heads, size, dtype, device):
     torch.manual_seed(0)
     queries, both = heads[0], sum(heads)
     qkv = torch.randn(37, both + heads[1], size, device=device, dtype=dtype)
@@ -74,7 +70,7 @@ def test_norms_of_queries_and_keys(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("reach", [None, 7])
 @pytest.mark.parametrize("size", [20, 64, 128])
-def test_rows_attend_to_themselves_alone(size: int, reach: int | None, dtype: torch.dtype, device):
+def test_rows_attend_to_themselves_alone(size, reach, dtype, device):
     from inference.model.gpu.rows import attend_rows, row_tiles
 
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def converted(source: Path, out: Path, tp_size: int) -> Path:
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_folders_are_those_of_the_classic_archive(shared, saved, tmp_path, name: str):
+def test_folders_are_those_of_the_classic_archive(shared, saved, tmp_path, name):
     assert open_checkpoint(saved / name).format == "megatron"
     for tp_size in (1, 2, 4):
         expected = contents(converted(archive(shared, name), tmp_path / "classic", tp_size))
@@ -69,7 +69,7 @@ def test_folders_are_those_of_the_classic_archive(shared, saved, tmp_path, name:
 
 
 @pytest.mark.parametrize("name", ["gpt_tp2_pp2", "llama_singleton"])
-def test_folders_give_the_recorded_logits(shared, saved, tmp_path, name: str):
+def test_folders_give_the_recorded_logits(shared, saved, tmp_path, name):
     case = archive(shared, name).parents[1]
     prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")

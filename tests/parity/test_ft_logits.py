@@ -73,7 +73,7 @@ def check_greedy(engine: Engine, case: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path):
+def test_one_rank_gives_recorded_logits_and_tokens(name, tmp_path):
     case = golden(name)
     with Engine(unpack_case(case, tmp_path, tp_size=1), Placement(device="cpu")) as engine:
         prompt = prompt_of(case)
@@ -82,7 +82,7 @@ def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2/tiny", "bloom/tiny", "opt/pre_ln"])
-def test_half_precision_weights_stay_close(name: str, tmp_path):
+def test_half_precision_weights_stay_close(name, tmp_path):
     case = golden(name)
     ft_dir = unpack_case(case, tmp_path, tp_size=2, data_type="fp16")
     prompt = prompt_of(case)
@@ -93,7 +93,7 @@ def test_half_precision_weights_stay_close(name: str, tmp_path):
 @pytest.mark.parametrize(
     ("tp_size", "pp_size"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)]
 )
-def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size: int, pp_size: int, tmp_path):
+def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size, pp_size, tmp_path):
     case = golden("gpt2/tiny")
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
     with Engine(ft_dir, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu")) as engine:
@@ -105,7 +105,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(tp_size: int, pp_siz
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", [name for name, largest in CASES.items() if largest == 4])
-def test_every_grid_of_ranks_gives_recorded_logits(name: str, tp_size: int, pp_size: int, tmp_path):
+def test_every_grid_of_ranks_gives_recorded_logits(name, tp_size, pp_size, tmp_path):
     case = golden(name)
     prompt = prompt_of(case)
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
@@ -139,9 +139,7 @@ CONVERTED = [
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("name", CONVERTED)
-def test_converted_checkpoint_gives_recorded_logits(
-    name: str, tp_size: int, pp_size: int, tmp_path
-):
+def test_converted_checkpoint_gives_recorded_logits(name, tp_size, pp_size, tmp_path):
     case = golden(name)
     facts = read_json(case / "case.json")
     folder_of(case / facts["source"], tmp_path, tp_size=tp_size)

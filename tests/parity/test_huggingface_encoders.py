@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         *(pytest.param(variant, 1, 1, marks=pytest.mark.long) for variant in VARIANTS),
     ],
 )
-def test_t5_gives_the_logits_of_transformers(variant: str, tp_size: int, pp_size: int, tmp_path):
+def test_t5_gives_the_logits_of_transformers(variant, tp_size, pp_size, tmp_path):
     name = "mt5" if variant == "mt5" else "t5"
     model = model_of(name, num_decoder_layers=4, **VARIANTS[variant])
     prompt = PROMPT * 6  # longer than any bucket border of the small distances
@@ -71,7 +71,7 @@ def test_t5_gives_the_logits_of_transformers(variant: str, tp_size: int, pp_size
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["encoder model", "encoder of a whole model"])
-def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path):
+def test_t5_encoder_gives_hidden_states_and_attentions(whole, tmp_path):
     tp_size = 1 if whole else 2
     if whole:
         model = model_of("t5", feed_forward_proj="gated-gelu")
@@ -112,9 +112,7 @@ def encode_states(
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 2)])
-def test_bert_gives_the_hidden_states_of_transformers(
-    activation: str, tp_size: int, pp_size: int, tmp_path
-):
+def test_bert_gives_the_hidden_states_of_transformers(activation, tp_size, pp_size, tmp_path):
     model = model_of("bert", hidden_act=activation, num_hidden_layers=4)
     ids, lengths = torch.tensor([[5, 9, 2, 38, 17], [8, 1, 3, 0, 0]]), [5, 3]
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
@@ -146,7 +144,7 @@ def test_bert_folders_of_other_converters_take_the_tanh_gelu(tmp_path):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_bert_gives_the_hidden_states_of_padded_texts_of_a_tokenizer(tp_size: int, tmp_path):
+def test_bert_gives_the_hidden_states_of_padded_texts_of_a_tokenizer(tp_size, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "server", "check", "##point", "."]

@@ -96,7 +96,7 @@ def layouts_of(name: str) -> Iterator[Any]:
     [each for name in DECODERS for each in layouts_of(name)]
     + [pytest.param(name, 2, 1, marks=[LONG] * (name in SAME_ROTARY)) for name in VARIANTS],
 )
-def test_folder_gives_the_logits_of_transformers(name: str, tp_size: int, pp_size: int, tmp_path):
+def test_folder_gives_the_logits_of_transformers(name, tp_size, pp_size, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "source")
     check(model, tmp_path / "source", tmp_path / "ft", tp_size=tp_size, pp_size=pp_size)
@@ -116,7 +116,7 @@ ROUNDED: Mapping[str, tuple[Mapping[str, Any], float]] = {
 
 @pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("name", ROUNDED_MODELS)
-def test_rounded_weights_give_nearly_the_same_logits(name: str, kind: str, tmp_path):
+def test_rounded_weights_give_nearly_the_same_logits(name, kind, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "source")
     settings, tolerance = ROUNDED[kind]
@@ -148,7 +148,7 @@ EDITED: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_path):
+def test_a_configuration_means_what_transformers_takes_it_for(name, tmp_path):
     base, changes = EDITED[name]
     build(base).save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
@@ -161,7 +161,7 @@ def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "qwen2"])
-def test_shards_with_an_index_are_read(name: str, tmp_path):
+def test_shards_with_an_index_are_read(name, tmp_path):
     model = build(name)
     model.save_pretrained(tmp_path / "source", max_shard_size="10KB")
     assert len(list((tmp_path / "source").glob("model-*.safetensors"))) > 1
@@ -169,7 +169,7 @@ def test_shards_with_an_index_are_read(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "llama-tied", "gptneox-parallel-tied"])
-def test_bin_file_that_repeats_a_tied_head_is_read(name: str, tmp_path):
+def test_bin_file_that_repeats_a_tied_head_is_read(name, tmp_path):
     model = build(name)
     model.config.save_pretrained(tmp_path / "source")
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -179,14 +179,14 @@ def test_bin_file_that_repeats_a_tied_head_is_read(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "llama-tied", "gptneox-parallel-tied"])
-def test_model_saved_without_its_head_class_is_read(name: str, tmp_path):
+def test_model_saved_without_its_head_class_is_read(name, tmp_path):
     model = build(name)
     model.base_model.save_pretrained(tmp_path / "source")
     check(model, tmp_path / "source", tmp_path / "ft")
 
 
 @pytest.mark.parametrize("name", ALL_ACTIVATIONS)
-def test_activation_is_the_one_that_transformers_computes(name: str):
+def test_activation_is_the_one_that_transformers_computes(name):
     spelling, exact_gelu = ALL_ACTIVATIONS[name]
     x = torch.linspace(-6, 6, 1001)
     ours = activate(

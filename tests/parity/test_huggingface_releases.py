@@ -56,7 +56,7 @@ def folders(python: str | None, path: Path) -> Iterator[tuple[str, Path, torch.T
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_folders_have_the_logits_of_their_sources(python: str | None, tmp_path):
+def test_folders_have_the_logits_of_their_sources(python, tmp_path):
     made = list(folders(python, tmp_path))
     answers = answered([{"folder": str(folder), "ids": IDS} for _, folder, _ in made], python)
     wrong = {}
@@ -101,7 +101,7 @@ SPELLED: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path):
+def test_settings_have_the_spelling_that_both_releases_read(name, tmp_path):
     build(name).save_pretrained(tmp_path / "source")
     folder = through_shards(tmp_path / "source", tmp_path)
     settings = read_json(folder / "config.json")
@@ -110,7 +110,7 @@ def test_settings_have_the_spelling_that_both_releases_read(name: str, tmp_path)
 
 
 @pytest.mark.parametrize("name", NOT_IN_4)
-def test_a_remark_says_what_transformers_4_cannot_compute(name: str, tmp_path):
+def test_a_remark_says_what_transformers_4_cannot_compute(name, tmp_path):
     build(name).save_pretrained(tmp_path / "source")
     source = tmp_path / "source"
     remarks = remarks_of(source, tmp_path, output_format="huggingface").splitlines()

@@ -63,7 +63,7 @@ NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_every_way_of_cutting_gives_the_logits(python: str | None, tmp_path):
+def test_every_way_of_cutting_gives_the_logits(python, tmp_path):
     saves = SAVES if python is None else SAVES | NEWER
     save_all(
         [

@@ -34,7 +34,7 @@ TESTS = (
 
 
 @pytest.mark.parametrize(("vectors", "products", "library"), SETS)
-def test_results_hold_with(vectors: str, products: str, library: str):
+def test_results_hold_with(vectors, products, library):
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         vectors = "default"
     done = subprocess.run(

@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gpt_tp1", "gpt_tp2", "llama_tp1", "llama_tp2"])
-def test_folder_gives_the_recorded_logits(shared, tmp_path, name: str, tp_size: int):
+def test_folder_gives_the_recorded_logits(shared, tmp_path, name, tp_size):
     case = shared / "golden" / "gpt_mcore" / name
     prompt = read_json(case / "greedy.json")["prompt"]
     expected = np.load(case / "logits.npy")
@@ -40,7 +40,7 @@ def test_folder_gives_the_recorded_logits(shared, tmp_path, name: str, tp_size: 
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_hybrid_model_gives_the_recorded_logits(shared, tmp_path, tp_size: int):
+def test_a_hybrid_model_gives_the_recorded_logits(shared, tmp_path, tp_size):
     case = shared / "golden" / "hybrid" / "llama_2_blocks"
     recorded = np.load(case / "logits.npz")
     prompt, expected = recorded["ids"].ravel().tolist(), recorded["logits"]
@@ -113,9 +113,7 @@ def in_core(model: Any, names: dict[str, str]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", GEMMAS)
-def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(
-    name: str, tp_size: int, tmp_path
-):
+def test_a_gemma_of_megatron_bridge_gives_the_logits_of_transformers(name, tp_size, tmp_path):
     settings, version = GEMMAS[name], name[5:6]
     kind, sizes = MODELS[name.split("-")[0]]
     scaled: dict[str, Any] = {"num_hidden_layers": 2}

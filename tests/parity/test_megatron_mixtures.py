@@ -110,7 +110,7 @@ def error(folder: Path, expected: Path) -> float:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_way_of_cutting_gives_the_logits(name: str, saved, tmp_path):
+def test_every_way_of_cutting_gives_the_logits(name, saved, tmp_path):
     folder = written(saved / name, tmp_path / "whole")
     config = read_json(folder / "config.json")
     assert config["model_type"] == name
@@ -132,9 +132,7 @@ def test_every_way_of_cutting_gives_the_logits(name: str, saved, tmp_path):
          "gpt_provider.GPTModelProvider"),
     ],
 )  # fmt: skip
-def test_megatron_bridge_states_the_same(
-    name: str, activation: str, provider: str, saved, tmp_path
-):
+def test_megatron_bridge_states_the_same(name, activation, provider, saved, tmp_path):
     source = shutil.copytree(saved / name, tmp_path / "source")
     settings = {
         "position_embedding_type": "rope", **SIZES, **MODELS[name], "seq_length": 64,
@@ -163,7 +161,7 @@ def test_a_correction_of_scores_stays_in_fp32(saved, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)), ids=lambda n: str(CHANGES[n][:2]))
-def test_each_setting_is_written_or_refused(number: int, saved, tmp_path):
+def test_each_setting_is_written_or_refused(number, saved, tmp_path):
     _, _, words = CHANGES[number]
     source, out = saved / str(number), tmp_path / "out"
     if words not in {*MODELS, "mixtral"}:

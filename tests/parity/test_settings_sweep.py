@@ -61,7 +61,7 @@ def bridge_model(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_settings_alone_and_in_pairs(python: str | None, tmp_path, soak):
+def test_settings_alone_and_in_pairs(python, tmp_path, soak):
     chosen = pairs()
     random.Random(0).shuffle(chosen)
     cases = [*singles(), *chosen[: PAIRS if soak == 1 else None]]

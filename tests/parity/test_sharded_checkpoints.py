@@ -27,7 +27,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_saving_gives_the_model_s_folder(way: str, saved, tmp_path):
+def test_every_way_of_saving_gives_the_model_s_folder(way, saved, tmp_path):
     weights = saved / way
     settings = weights / "actor" / "huggingface" if way.startswith("verl") else weights
     settings.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", [*CASES, "t5_encoder/from_full_t5"])
-def test_the_encoder_gives_the_recorded_output(name: str, tmp_path):
+def test_the_encoder_gives_the_recorded_output(name, tmp_path):
     case = golden(name)
     prompt, _ = recorded(case)
     ours = encoded_by(unpack_case(case, tmp_path, tp_size=1), prompt)
@@ -84,7 +84,7 @@ def test_the_encoder_gives_the_recorded_output(name: str, tmp_path):
     ("name", "tp_size"),
     CASES.items(),
 )
-def test_reference_folders_give_the_recorded_logits(name: str, tp_size: int, tmp_path):
+def test_reference_folders_give_the_recorded_logits(name, tp_size, tmp_path):
     case = golden(name)
     prompt, answer = recorded(case)
     expected = np.load(case / "logits.npy")
@@ -94,7 +94,7 @@ def test_reference_folders_give_the_recorded_logits(name: str, tp_size: int, tmp
 
 
 @pytest.mark.parametrize("name", ["t5/v1_1_gated_gelu_untied", "t5_nemo/ia3_two_tasks"])
-def test_half_precision_weights_are_close(name: str, tmp_path):
+def test_half_precision_weights_are_close(name, tmp_path):
     case = golden(name)
     prompt, answer = recorded(case)
     expected = np.load(case / "logits.npy")
@@ -107,9 +107,7 @@ def test_half_precision_weights_are_close(name: str, tmp_path):
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["absolute-bias", "relative-bare"])
-def test_every_grid_of_ranks_gives_the_same_model(
-    model: TinyT5, tp_size: int, pp_size: int, tmp_path
-):
+def test_every_grid_of_ranks_gives_the_same_model(model, tp_size, pp_size, tmp_path):
     tensors = t5_tensors(model)
     source = write_t5(tmp_path / "t5.nemo", tensors, model)
     folder = folder_of(source, tmp_path, tp_size=tp_size)
@@ -147,7 +145,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path):
+def test_every_kind_of_nemo_model_is_converted_faithfully(rule, tmp_path):
     model = RULES[rule]
     tensors = t5_tensors(model)
     folder = folder_of(write_t5(tmp_path / "t5.nemo", tensors, model), tmp_path)
@@ -161,9 +159,7 @@ RESHARDED = (((1, 1, 0), 4), ((2, 1, 0), 1), ((4, 1, 0), 2), ((2, 2, 1), 4), ((1
 @pytest.mark.parametrize(
     ("training", "tp_size", "legacy"), [(*each, n % 2 > 0) for n, each in enumerate(RESHARDED)]
 )
-def test_training_ranks_and_stages_are_joined(
-    training: tuple[int, int, int], tp_size: int, legacy: bool, tmp_path
-):
+def test_training_ranks_and_stages_are_joined(training, tp_size, legacy, tmp_path):
     tp, pp, split = training
     model = TinyT5(own_head=True, legacy=legacy)
     tensors = t5_tensors(model)
@@ -179,9 +175,7 @@ def test_training_ranks_and_stages_are_joined(
         ((2, 3, 1), 2, True),
     ],
 )
-def test_each_ia3_task_acts_as_trained(
-    training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path
-):
+def test_each_ia3_task_acts_as_trained(training, tp_size, later_names, tmp_path):
     tp, pp, split = training
     layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
     model = TinyT5()
@@ -198,7 +192,7 @@ def test_each_ia3_task_acts_as_trained(
 
 
 @pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
-def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path):
+def test_ia3_multiplied_into_the_weights_acts_as_trained(model, tmp_path):
     tensors, scalers = t5_tensors(model), ia3_scalers(model)
     folder = folder_of(
         write_t5(tmp_path / "t5.nemo", tensors, model, tp=2),
@@ -212,7 +206,7 @@ def test_ia3_multiplied_into_the_weights_acts_as_trained(model: TinyT5, tmp_path
 
 
 @pytest.mark.parametrize(("training", "tp_size"), [((1, 1, 0), 4), ((2, 3, 1), 2)])
-def test_linear_adapters_act_as_trained(training: tuple[int, int, int], tp_size: int, tmp_path):
+def test_linear_adapters_act_as_trained(training, tp_size, tmp_path):
     tp, pp, split = training
     layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
     model = TinyT5()

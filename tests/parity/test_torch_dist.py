@@ -38,7 +38,7 @@ PYTHONS = [sys.executable, *OTHERS]
 
 @pytest.mark.soak
 @pytest.mark.parametrize("python", PYTHONS)
-def test_megatron_core_computes_what_transformers_does(python: str, tmp_path, soak):
+def test_megatron_core_computes_what_transformers_does(python, tmp_path, soak):
     loads = []
     expected = []
     for number, (name, form) in enumerate([*CASES, *(OTHER_CASES if soak > 1 else ())]):

@@ -89,7 +89,7 @@ def run(node: str, program: str, key_file: Path, *, stderr: int) -> subprocess.P
     )
 
 
-def test_cut_link_ends_both_sides_with_the_reason(nodes: tuple[str, str], tmp_path: Path) -> None:
+def test_cut_link_ends_both_sides_with_the_reason(nodes, tmp_path):
     head, other = nodes
     rank_0 = run(head, RANK_0, tmp_path / "key", stderr=subprocess.DEVNULL)
     rank_1 = None

@@ -61,7 +61,7 @@ def segment_bytes(server: ModelServer) -> int:
 
 
 @pytest.mark.soak
-def test_memory_stays_flat_under_many_clients(server: ModelServer, soak: int) -> None:
+def test_memory_stays_flat_under_many_clients(server, soak):
     counts = [0] * CLIENTS
 
     def ask(number: int, until: float) -> None:
@@ -176,7 +176,7 @@ class Stranger(RuleBasedStateMachine):
 
 
 @pytest.mark.soak
-def test_no_sequence_of_requests_affects_others(server: ModelServer, soak: int) -> None:
+def test_no_sequence_of_requests_affects_others(server, soak):
     class OfServer(Stranger):
         pass
 

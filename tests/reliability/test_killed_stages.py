@@ -61,9 +61,7 @@ def killed(results: Path, words: list[str], chance: random.Random) -> set[str]:
 
 
 @pytest.mark.soak
-def test_runs_killed_at_random_moments_end_whole_when_they_are_run_again(
-    tmp_path: Path, soak: int
-) -> None:
+def test_runs_killed_at_random_moments_end_whole_when_they_are_run_again(tmp_path, soak):
     chance = random.Random(5)
     for number in range(soak):
         results, prefixes = tmp_path / str(number), set()

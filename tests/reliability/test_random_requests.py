@@ -627,9 +627,7 @@ def preempt_at_random(scheduler: Any, chance: random.Random) -> None:
 @pytest.mark.parametrize(
     "name", [*FEW, *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)]
 )
-def test_every_answer_is_that_of_the_model_alone(
-    name: str, root: Path, preemptions: Preemptions, soak: int
-) -> None:
+def test_every_answer_is_that_of_the_model_alone(name, root, preemptions, soak):
     ft_dir, model = folder_of(name, root)
     token_bytes = 4 * 2 * heads_of(model.config)
     parts = 2 if model.config.is_encoder_decoder else 1
@@ -683,9 +681,7 @@ def heads_of(config: Any) -> int:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["bert", "t5-encoder"])
-def test_every_row_of_an_encoder_is_that_of_the_model_alone(
-    name: str, root: Path, soak: int
-) -> None:
+def test_every_row_of_an_encoder_is_that_of_the_model_alone(name, root, soak):
     ft_dir, model = folder_of(name, root)
     chance = random.Random(name)
     placement = Placement(device="cpu")

@@ -74,7 +74,7 @@ def answer(engine: Engine, number: int) -> list[Any]:
     return [row.output_ids for row in result.rows]
 
 
-def test_two_threads_answer_as_one_does(engine: Engine, ft_dir: Path) -> None:
+def test_two_threads_answer_as_one_does(engine, ft_dir):
     numbers = range(2)
     expected = [answer(engine, number) for number in numbers]
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(threads=2)) as other:
@@ -82,7 +82,7 @@ def test_two_threads_answer_as_one_does(engine: Engine, ft_dir: Path) -> None:
 
 
 @pytest.mark.soak
-def test_neighbours_change_no_sampled_answer(engine: Engine, soak: int) -> None:
+def test_neighbours_change_no_sampled_answer(engine, soak):
     alone = [answer(engine, number) for number in range(REQUESTS)]
     until = time.monotonic() + SOAK_SECONDS * soak
     turn = 0

@@ -140,9 +140,7 @@ def process_of(server: ModelServer, model: str) -> int:
 
 
 @pytest.mark.parametrize("model", [pytest.param("deferred", marks=pytest.mark.long), "double"])
-def test_killed_model_process_ends_the_server_and_its_requests(
-    server: ModelServer, model: str, tmp_path: Path
-) -> None:
+def test_killed_model_process_ends_the_server_and_its_requests(server, model, tmp_path):
     assert infer(server, model, 1) == 200
     everything, shared = processes(server), segments(server)
     assert shared
@@ -164,8 +162,8 @@ def test_killed_model_process_ends_the_server_and_its_requests(
 
 
 def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     add_model(repository, "streaming", STREAMING)
     config = repository / "streaming" / "config.pbtxt"
@@ -193,9 +191,7 @@ def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
         "tritonserver",
     ],
 )
-def test_stopped_process_is_a_failure_and_one_that_is_stopped_for_a_moment_is_none(
-    server: ModelServer, which: str
-) -> None:
+def test_stopped_process_is_a_failure_and_one_that_is_stopped_for_a_moment_is_none(server, which):
     other = process_of(server, "double")
     os.kill(other, signal.SIGSTOP)
     time.sleep(STOPPED_LIMIT_S / 3)
@@ -216,7 +212,7 @@ def test_stopped_process_is_a_failure_and_one_that_is_stopped_for_a_moment_is_no
     assert not [each for each in everything if lives(each)]
 
 
-def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Path) -> None:
+def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path):
     hang = tmp_path / "hang"
     script = HANGING.replace("HANG", repr(str(hang)))
     times = CanaryTimes(interval_s=0.2, timeout_s=5.0)
@@ -253,7 +249,7 @@ class TritonPythonModel:
 """
 
 
-def test_model_that_is_busy_for_longer_than_a_canary_waits_is_left_alone(tmp_path: Path) -> None:
+def test_model_that_is_busy_for_longer_than_a_canary_waits_is_left_alone(tmp_path):
     count, tenths = 2, 30
     repository = add_model(tmp_path / "repository", "computing", COMPUTING)
     times = CanaryTimes(interval_s=0.2, timeout_s=2.0)
@@ -272,7 +268,7 @@ def test_model_that_is_busy_for_longer_than_a_canary_waits_is_left_alone(tmp_pat
         assert [each.result() for each in answers] == [200] * count
 
 
-def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Path) -> None:
+def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path):
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     server = new_server(repository, tmp_path)
     server.start(timeout_s=START_S)
@@ -330,8 +326,8 @@ def served_alone(
 
 
 def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     command, address, lines = served_alone(add_model(repository, "other", DOUBLE))
     try:
@@ -357,7 +353,7 @@ def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
 
 
 @pytest.mark.long  # our own server does in tests/integration/test_own_server.py
-def test_server_without_a_stage_ends_in_order_at_a_signal(tmp_path: Path) -> None:
+def test_server_without_a_stage_ends_in_order_at_a_signal(tmp_path):
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     command, address, lines = served_alone(repository)
     try:

@@ -225,9 +225,7 @@ def _intrusion(marker: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
-def test_nobody_loads_a_model_of_its_own_over_http(
-    server: ModelServer, tmp_path: Path, content_type: str
-) -> None:
+def test_nobody_loads_a_model_of_its_own_over_http(server, tmp_path, content_type):
     marker = tmp_path / "ran"
     parameters = {
         name: value.decode() if name == "config" else base64.b64encode(value).decode()
@@ -244,7 +242,7 @@ def test_nobody_loads_a_model_of_its_own_over_http(
     assert not marker.exists()
 
 
-def test_nobody_loads_a_model_of_its_own_over_grpc(server: ModelServer, tmp_path: Path) -> None:
+def test_nobody_loads_a_model_of_its_own_over_grpc(server, tmp_path):
     marker = tmp_path / "ran"
     request = service_pb2.RepositoryModelLoadRequest(model_name="intruder")
     for name, value in _intrusion(marker).items():
@@ -261,7 +259,7 @@ def test_nobody_loads_a_model_of_its_own_over_grpc(server: ModelServer, tmp_path
     assert not marker.exists()
 
 
-def test_the_whole_of_http_as_a_stranger_sees_it(server: ModelServer) -> None:
+def test_the_whole_of_http_as_a_stranger_sees_it(server):
     def statuses(requests: list[tuple[str, str]]) -> set[int]:
         bodies = {"GET": None, "POST": "{}", "PUT": "{}"}
         return {_http(server, each, path, bodies[each])[0] for each, path in requests}
@@ -271,7 +269,7 @@ def test_the_whole_of_http_as_a_stranger_sees_it(server: ModelServer) -> None:
     assert _still_answers(server)
 
 
-def test_the_whole_of_grpc_as_a_stranger_sees_it(server: ModelServer) -> None:
+def test_the_whole_of_grpc_as_a_stranger_sees_it(server):
     methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert set(methods) > OPEN_CALLS
     with grpc.insecure_channel(server.address("grpc")) as channel:
@@ -292,7 +290,7 @@ def test_the_whole_of_grpc_as_a_stranger_sees_it(server: ModelServer) -> None:
         {"Host": ""},
     ],
 )
-def test_web_pages_are_refused(server: ModelServer, headers: dict[str, str]) -> None:
+def test_web_pages_are_refused(server, headers):
     body = json.dumps(INFER)
     assert _http(server, "POST", "/v2/models/double/infer", body, headers)[0] == 403
     assert _http(server, "GET", "/v2/models/double/config", None, headers)[0] == 403
@@ -312,7 +310,7 @@ def _too_large_json() -> bytes:
 
 
 @pytest.mark.parametrize("form", ["declared", "chunked", "compressed", "never sent"])
-def test_bodies_beyond_the_limit_are_refused_unread(server: ModelServer, form: str) -> None:
+def test_bodies_beyond_the_limit_are_refused_unread(server, form):
     path, body = "/v2/models/double/infer", _too_large_json() + b" " * (LIMIT_MB << 20)
     before = _taken_memory(server)
     assert before
@@ -336,9 +334,7 @@ def test_bodies_beyond_the_limit_are_refused_unread(server: ModelServer, form: s
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_messages_beyond_the_limit_are_refused(
-    server: ModelServer, compression: grpc.Compression
-) -> None:
+def test_messages_beyond_the_limit_are_refused(server, compression):
     request = _double_request(content=bytes(2 * LIMIT_MB << 20))
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(server.address("grpc"), options=unlimited) as channel:
@@ -360,7 +356,7 @@ def _peak_mb(server: ModelServer) -> float:
     return int(found[1]) / 1024
 
 
-def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(server: ModelServer) -> None:
+def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(server):
     """gRPC itself would expand 48 KiB to 48 MiB before it looks at the size."""
     _peak_mb(server)
     usual = _peak_mb(server)
@@ -383,7 +379,7 @@ def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(server: Mode
     assert _still_answers(server)
 
 
-def test_an_error_that_quotes_a_long_name_reaches_its_client(server: ModelServer) -> None:
+def test_an_error_that_quotes_a_long_name_reaches_its_client(server):
     request = service_pb2.ModelConfigRequest(name="ä" * 100_000)
     with (
         grpc.insecure_channel(server.address("grpc")) as channel,
@@ -419,9 +415,7 @@ def _expanding(coding: str) -> bytes:
 
 
 @pytest.mark.parametrize("coding", ["br", "gzip", "gzip, gzip", "gzip, br"])
-def test_who_has_no_token_makes_nobody_decompress(
-    guarded: tuple[ModelServer, Path], coding: str
-) -> None:
+def test_who_has_no_token_makes_nobody_decompress(guarded, coding):
     """16 kB of them stopped every port for seconds, expanded before the token was read."""
     server, body = guarded[0], _expanding(coding)
     assert len(body) < 20_000
@@ -432,7 +426,7 @@ def test_who_has_no_token_makes_nobody_decompress(
     assert _cpu_s(server) - before < 0.2
 
 
-def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[ModelServer, Path]) -> None:
+def test_who_has_no_token_makes_nobody_read_a_message(guarded):
     server, folder = guarded
     trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     zeros = bytes(64 << 20)
@@ -451,7 +445,7 @@ def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[ModelServer
         assert _cpu_s(server) - before < 0.2
 
 
-def test_a_refused_body_costs_no_more_than_its_bytes(server: ModelServer) -> None:
+def test_a_refused_body_costs_no_more_than_its_bytes(server):
     path, before = "/v2/models/double/infer", _cpu_s(server)
     for coding, status in (("br", 415), ("gzip, gzip", 415), ("gzip", 413), ("deflate", 400)):
         body = _expanding(coding)
@@ -482,7 +476,7 @@ def _turn(session_id: int | str, value: int, **flags: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("session_id", [1, 2**63 - 5])
-def test_a_session_is_nobody_elses(guarded: tuple[ModelServer, Path], session_id: int) -> None:
+def test_a_session_is_nobody_elses(guarded, session_id):
     """The sum of a session's values is its owner's, whoever guesses its number."""
 
     def ask(token: str, value: int, **flags: bool) -> Any:
@@ -510,7 +504,7 @@ def _shaped(*shape: int, name: str = "x") -> dict[str, Any]:
     return {"name": name, "shape": shape, "datatype": "UINT32", "data": [1, 2]}
 
 
-def test_no_form_of_a_request_ends_the_server(server: ModelServer) -> None:
+def test_no_form_of_a_request_ends_the_server(server):
     pid, infer = triton_of(server), "/v2/models/double/infer"
     deep = b'{"x":' + b"[" * 40 + b"]" * 40 + b"}"
     requests: list[tuple[str, bytes, dict[str, str]]] = [
@@ -538,7 +532,7 @@ def test_no_form_of_a_request_ends_the_server(server: ModelServer) -> None:
     assert _log_is_quiet(server)
 
 
-def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
+def test_no_form_of_a_message_ends_the_server(server):
     pid = triton_of(server)
     shapes = ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0), (-1, -2))
     messages = [b"\xff" * 1000, *(_double_request(each).SerializeToString() for each in shapes)]
@@ -565,7 +559,7 @@ def test_no_form_of_a_message_ends_the_server(server: ModelServer) -> None:
     assert _still_answers(server)
 
 
-def test_clients_that_leave_at_any_moment_do_no_harm(server: ModelServer) -> None:
+def test_clients_that_leave_at_any_moment_do_no_harm(server):
     pid = triton_of(server)
     requests = [_double_request().SerializeToString()] * 20
     with grpc.insecure_channel(server.address("grpc")) as channel:
@@ -586,8 +580,8 @@ def test_clients_that_leave_at_any_moment_do_no_harm(server: ModelServer) -> Non
 
 
 def test_connections_that_never_send_a_whole_request_keep_nobody_out(
-    server: ModelServer,
-) -> None:
+    server,
+):
     with contextlib.ExitStack() as idle:
         for _ in range(FEW_FILES + 100):
             client = _connected(server)
@@ -596,13 +590,13 @@ def test_connections_that_never_send_a_whole_request_keep_nobody_out(
         assert server.failure() is None
 
 
-def test_other_users_cannot_read_the_servers_memory(server: ModelServer) -> None:
+def test_other_users_cannot_read_the_servers_memory(server):
     shared = segments(server)
     assert len(shared) > 1
     assert not [path for path in shared if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
-def test_errors_do_not_name_the_servers_memory(server: ModelServer) -> None:
+def test_errors_do_not_name_the_servers_memory(server):
     naming = {**INFER, "inputs": [{**INFER["inputs"][0], "data": [TALKATIVE, 0]}]}
     errors = [_http(server, "POST", "/v2/models/double/infer", json.dumps(naming))[1].decode()]
     content = np.array([TALKATIVE, 0], np.uint32).tobytes()
@@ -618,7 +612,7 @@ def test_errors_do_not_name_the_servers_memory(server: ModelServer) -> None:
         assert "no room in (internal), (internal)" in error
 
 
-def test_a_request_has_one_length(server: ModelServer) -> None:
+def test_a_request_has_one_length(server):
     smuggled = b"POST /v2/repository/models/double/unload HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
     for lengths in (
@@ -635,9 +629,7 @@ def test_a_request_has_one_length(server: ModelServer) -> None:
 
 
 @pytest.mark.parametrize(("version", "interim"), [("1.0", []), ("1.1", [b"100"])])
-def test_a_client_of_http_1_0_gets_one_answer(
-    server: ModelServer, version: str, interim: list[bytes]
-) -> None:
+def test_a_client_of_http_1_0_gets_one_answer(server, version, interim):
     """It knows no interim ones (RFC 9110, 10.1.1)."""
     body = json.dumps(INFER)
     head = (
@@ -650,7 +642,7 @@ def test_a_client_of_http_1_0_gets_one_answer(
     assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [*interim, b"200"]
 
 
-def test_only_the_owner_enters_the_servers_sockets(server: ModelServer) -> None:
+def test_only_the_owner_enters_the_servers_sockets(server):
     listening = subprocess.run(
         ["ss", "-Hltnp"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -661,7 +653,7 @@ def test_only_the_owner_enters_the_servers_sockets(server: ModelServer) -> None:
     assert stat.S_IMODE(Path(folder[1]).stat().st_mode) == 0o700
 
 
-def test_the_list_of_models_says_nothing_of_the_servers_inside(server: ModelServer) -> None:
+def test_the_list_of_models_says_nothing_of_the_servers_inside(server):
     with TritonClient(server.address("grpc")) as client:
         assert client.models() == [{"name": "double", "state": "READY"}]
     with TritonClient(server.address("http"), protocol="http") as client:
@@ -722,9 +714,7 @@ def _client(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_client_with_certificate_and_token_is_served(
-    guarded: tuple[ModelServer, Path], protocol: str
-) -> None:
+def test_a_client_with_certificate_and_token_is_served(guarded, protocol):
     x = np.array([[3]], np.uint32)
     with _client(guarded, protocol, "token", "cert.pem") as client:
         assert client.infer("double", {"x": x})["y"] == [[6]]
@@ -734,7 +724,7 @@ def test_a_client_with_certificate_and_token_is_served(
 
 
 @pytest.mark.parametrize("token", [None, TOKEN[::-1], TOKEN])
-def test_https_asks_for_the_token(guarded: tuple[ModelServer, Path], token: str | None) -> None:
+def test_https_asks_for_the_token(guarded, token):
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     for path, is_open in (("/v2/health/ready", True), ("/v2/models/double", token == TOKEN)):
         status, _ = _https(guarded, "GET", path, headers=headers)
@@ -743,9 +733,7 @@ def test_https_asks_for_the_token(guarded: tuple[ModelServer, Path], token: str 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_without_the_token_only_health_is_seen(
-    guarded: tuple[ModelServer, Path], protocol: str, token: str | None
-) -> None:
+def test_without_the_token_only_health_is_seen(guarded, protocol, token):
     from tritonclient.utils import InferenceServerException
 
     with _client(guarded, protocol, token, "cert.pem") as client:
@@ -755,7 +743,7 @@ def test_without_the_token_only_health_is_seen(
                 ask()
 
 
-def test_no_process_shows_a_secret(guarded: tuple[ModelServer, Path]) -> None:
+def test_no_process_shows_a_secret(guarded):
     server, folder = guarded
     secrets = [TOKEN.encode(), (folder / "key.pem").read_bytes().splitlines()[1]]
     for pid in processes(server):
@@ -765,14 +753,12 @@ def test_no_process_shows_a_secret(guarded: tuple[ModelServer, Path]) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_nothing_is_served_in_the_clear(guarded: tuple[ModelServer, Path], protocol: str) -> None:
+def test_nothing_is_served_in_the_clear(guarded, protocol):
     with _client(guarded, protocol, "token", None) as client:
         assert not client.is_ready()
 
 
-def test_the_command_of_clients_takes_ca_and_token(
-    guarded: tuple[ModelServer, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_of_clients_takes_ca_and_token(guarded, capsys):
     from inference.client import main
 
     server, folder = guarded

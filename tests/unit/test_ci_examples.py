@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,7 +21,7 @@ def steps(file: str) -> list[str]:
     return [step["run"] for step in values["jobs"]["evaluate"]["steps"] if "run" in step]
 
 
-def test_the_command_of_the_workflows_is_accepted(tmp_path: Path) -> None:
+def test_the_command_of_the_workflows_is_accepted(tmp_path):
     (command,) = [each for each in steps("github.yml") if "main.py" in each]
     program, _, *arguments = shlex.split(command.replace("$PWD", str(ROOT)))
     assert program == ".venv/bin/python"
@@ -30,7 +29,7 @@ def test_the_command_of_the_workflows_is_accepted(tmp_path: Path) -> None:
     assert main([*here, f"base_results_dir={tmp_path}", "dry_run=true"]) == 0
 
 
-def test_both_workflows_gate_alike_and_comment_the_changes() -> None:
+def test_both_workflows_gate_alike_and_comment_the_changes():
     commands = [
         next(each for each in steps(f) if "main.py" in each) for f in ("github.yml", "gitlab.yml")
     ]
@@ -47,7 +46,7 @@ def upgrade_steps(file: str) -> list[str]:
     )
 
 
-def test_the_upgrade_of_the_workflows_is_accepted(tmp_path: Path) -> None:
+def test_the_upgrade_of_the_workflows_is_accepted(tmp_path):
     (command,) = [each for each in upgrade_steps("upgrade_github.yml") if "main.py" in each]
     _, _, *arguments = shlex.split(command.replace("$PWD", str(tmp_path)))
     for name in ("now", "next"):
@@ -59,7 +58,7 @@ def test_the_upgrade_of_the_workflows_is_accepted(tmp_path: Path) -> None:
     assert {each.name for each in (tmp_path / "report").iterdir()} == {"now", "next"}
 
 
-def test_both_upgrades_are_alike() -> None:
+def test_both_upgrades_are_alike():
     commands = [
         next(each for each in upgrade_steps(f"upgrade_{name}.yml") if "main.py" in each)
         for name in ("github", "gitlab")

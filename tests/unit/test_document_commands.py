@@ -121,9 +121,7 @@ def words_of(line: str, folder: Path, shared: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("line", planned())
-def test_command_is_planned_as_written(
-    line: str, tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_is_planned_as_written(line, tmp_path, shared, capsys):
     status = main([*words_of(line, tmp_path, shared), "dry_run=true"])
     seen = capsys.readouterr()
     assert status == 0, seen.err
@@ -131,9 +129,9 @@ def test_command_is_planned_as_written(
 
 
 @pytest.mark.parametrize("line", [each for each in shown() if "action=" in each])
-def test_action_has_its_keys(line: str, tmp_path: Path, shared: Path) -> None:
+def test_action_has_its_keys(line, tmp_path, shared):
     assert main([*words_of(line, tmp_path, shared), "--cfg", "job"]) == 0
 
 
-def test_most_commands_are_looked_at() -> None:
+def test_most_commands_are_looked_at():
     assert len(planned()) >= 25

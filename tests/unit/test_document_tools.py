@@ -102,14 +102,14 @@ def read_by(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("line", modules())
-def test_a_modules_own_parser_takes_the_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_modules_own_parser_takes_the_line(line, monkeypatch):
     module, *words = shlex.split(line, comments=True)
     assert find_spec(module) is not None
     if words:  # a name alone is a mention
         read_by(module, words, monkeypatch)
 
 
-def test_commands_about_conversion_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_about_conversion_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo", "model.nemo")
     write_core(Path("base.nemo"), core_state())
@@ -131,7 +131,7 @@ def test_commands_about_conversion_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("words", docker("build"), ids=lambda words: words[-2])
-def test_images_are_built_of_existing_files(words: list[str]) -> None:
+def test_images_are_built_of_existing_files(words):
     options = dict(zip(words[2:-1:2], words[3:-1:2], strict=True))
     assert set(options) <= DOCKER_BUILD
     assert (ROOT / options["--file"]).is_file()
@@ -139,9 +139,7 @@ def test_images_are_built_of_existing_files(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", docker("run"), ids=lambda words: words[-1])
-def test_containers_run_images_that_are_built_and_commands_that_exist(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_containers_run_images_that_are_built_and_commands_that_exist(words, monkeypatch):
     at = 2
     while words[at].startswith("-"):
         assert words[at] in DOCKER_RUN
@@ -161,7 +159,7 @@ def test_containers_run_images_that_are_built_and_commands_that_exist(
         assert command[:2] in ([], ["python", "main.py"])
 
 
-def test_documents_have_such_commands() -> None:
+def test_documents_have_such_commands():
     assert len(modules()) > 30
     assert len(docker("run")) == 4
     assert len(docker("build")) == 2

@@ -335,7 +335,7 @@ def folder_of(module: str) -> str:
     return next(name for name in names if name in ARROWS)
 
 
-def test_the_map_is_drawn_from_the_ground_up() -> None:
+def test_the_map_is_drawn_from_the_ground_up():
     order = list(ARROWS)
     wrong = {
         f"{folder} imports from {other}, which has to stand above it"
@@ -346,7 +346,7 @@ def test_the_map_is_drawn_from_the_ground_up() -> None:
     assert not wrong
 
 
-def test_imports_follow_the_map() -> None:
+def test_imports_follow_the_map():
     found = {
         (folder_of(name), folder_of(other)): f"{name} imports {other}"
         for name, others in imports().items()
@@ -359,7 +359,7 @@ def test_imports_follow_the_map() -> None:
     assert not unused, "nothing imports along these arrows; delete them"
 
 
-def test_no_circle_of_modules() -> None:
+def test_no_circle_of_modules():
     left = {name: set(others) for name, others in imports().items()}
     # Without those that import none of the rest, what stays is circles and what leads to them.
     while free := {name for name, others in left.items() if not others}:
@@ -367,7 +367,7 @@ def test_no_circle_of_modules() -> None:
     assert not left
 
 
-def test_a_public_name_stands_once_on_the_map() -> None:
+def test_a_public_name_stands_once_on_the_map():
     places: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -382,7 +382,7 @@ def test_a_public_name_stands_once_on_the_map() -> None:
 
 
 @pytest.mark.parametrize("folder", [name for name in ARROWS if f"{name}.__init__" in MODULES])
-def test_a_folder_says_what_belongs_there_and_stays_small(folder: str) -> None:
+def test_a_folder_says_what_belongs_there_and_stays_small(folder):
     path = MODULES[f"{folder}.__init__"]
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     modules = [each for each in path.parent.glob("*.py") if each != path]
@@ -390,7 +390,7 @@ def test_a_folder_says_what_belongs_there_and_stays_small(folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_login_node_loads_nothing_heavy(name: str, tmp_path: Path) -> None:
+def test_login_node_loads_nothing_heavy(name, tmp_path):
     command = [sys.executable, "-X", "importtime", "main.py", *COMMANDS[name]]
     if name != "--help":
         command.append(f"base_results_dir={tmp_path}")
@@ -405,7 +405,7 @@ def test_login_node_loads_nothing_heavy(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["main.py", "launcher_scripts/main.py"])
-def test_python_without_the_packages_is_reported_in_one_line(script: str) -> None:
+def test_python_without_the_packages_is_reported_in_one_line(script):
     done = subprocess.run(
         [sys.executable, "-E", "-S", script, "--help"],  # -S: no installed packages
         cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -415,7 +415,7 @@ def test_python_without_the_packages_is_reported_in_one_line(script: str) -> Non
     assert "lacks hydra, isal, jinja2, pydantic, submitit; make the environment with" in line
 
 
-def test_both_entries_are_the_same_command() -> None:
+def test_both_entries_are_the_same_command():
     one, other = (
         subprocess.run(
             [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60

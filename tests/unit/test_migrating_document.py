@@ -15,19 +15,19 @@ TEXT = (ROOT / "docs" / "migrating.md").read_text()
 LINES = commands(TEXT)
 
 
-def test_every_command_is_tried_here() -> None:
+def test_every_command_is_tried_here():
     tried = {"python -m", "python main.py", "ln -s", "tritonserver --model-repository"}
     assert {line for line in LINES if not line.startswith(tuple(tried))} == set()
 
 
-def test_backend_folder_is_where_the_link_points() -> None:
+def test_backend_folder_is_where_the_link_points():
     (line,) = commands(TEXT, "ln -s")
     source = shlex.split(line)[2].removeprefix("$PWD/")
     assert (ROOT / source / "model.py").is_file()
     assert Path(source).name == "fastertransformer"
 
 
-def test_tables_name_existing_things() -> None:
+def test_tables_name_existing_things():
     rows = dict(re.findall(r"^\| (`[^|]+?`.*?) \| (.+?) \|$", TEXT, re.MULTILINE))
     (types,) = (text for key, text in rows.items() if key == "`model_type`")
     assert [name for name in MODEL_SIGNATURES if name != "Llama" and name not in types] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from importlib.util import find_spec
-from pathlib import Path
 
 from inference.front.openai.requests import (
     SPELLINGS,
@@ -20,14 +19,14 @@ from tests.documents import commands, run
 TEXT = (ROOT / "docs" / "openai.md").read_text()
 
 
-def test_the_command_is_taken_and_starts_the_endpoint(tmp_path: Path) -> None:
+def test_the_command_is_taken_and_starts_the_endpoint(tmp_path):
     line, *_ = commands(TEXT)
     done = run([*shlex.split(line)[1:], f"base_results_dir={tmp_path}", "dry_run=true"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{DEFAULT_PORTS['openai']}/v1" in TEXT
 
 
-def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:
+def test_the_harness_is_asked_for_by_its_extra(tmp_path):
     _, line = commands(TEXT)
     done = run([*shlex.split(line)[1:], "dry_run=true", f"base_results_dir={tmp_path}"])
     if find_spec("lm_eval") is None:
@@ -38,7 +37,7 @@ def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_fields_are_those_that_requests_may_have() -> None:
+def test_the_fields_are_those_that_requests_may_have():
     table = TEXT.partition("## Fields")[2].partition("Fields that are not listed")[0]
     named = {
         name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +15,12 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", commands(README, "make "))
-def test_make_targets_exist(command: str) -> None:
+def test_make_targets_exist(command):
     target = command.split()[1]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-def test_python_examples_run(tmp_path: Path) -> None:
+def test_python_examples_run(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     result = run(["-c", example.replace("results/python", str(tmp_path))])
     assert result.returncode == 0, result.stderr
@@ -29,7 +28,7 @@ def test_python_examples_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("page", "option"), [("conversion", ()), ("leaving", ("--leaving",))])
-def test_the_support_tables_are_those_of_the_families(page: str, option: tuple[str, ...]) -> None:
+def test_the_support_tables_are_those_of_the_families(page, option):
     document = (ROOT / f"docs/{page}.md").read_text()
     words = ["export_scripts.list_families", *option, "--markdown"]
     printed = run(["-m", *words]).stdout.strip()
@@ -39,9 +38,7 @@ def test_the_support_tables_are_those_of_the_families(page: str, option: tuple[s
     assert table[2] == printed
 
 
-def test_the_refusal_shown_is_the_one_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_refusal_shown_is_the_one_printed(tmp_path, capsys):
     shown = re.search(r"```\n\$ python main\.py (.*?)\n(.*?)```", README, re.DOTALL)
     assert shown is not None
     assert main([*shlex.split(shown[1]), f"base_results_dir={tmp_path}"]) == 2

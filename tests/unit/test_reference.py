@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 GOLDEN = ROOT / "tests" / "reference" / "golden"
 
 
-def test_cases_that_are_not_kept_here_are_asked_for_as_material() -> None:
+def test_cases_that_are_not_kept_here_are_asked_for_as_material():
     families = "|".join(folder.name for folder in GOLDEN.iterdir())
     case = re.compile(f"({families})/(?!export_)[a-z0-9_]+")
     missing = []

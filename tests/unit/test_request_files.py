@@ -38,12 +38,12 @@ TYPES = {
 }  # fmt: skip
 
 
-def test_every_file_is_known() -> None:
+def test_every_file_is_known():
     assert {path.name for path in FOLDER.iterdir()} == set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_file_fits_its_model(name: str) -> None:
+def test_file_fits_its_model(name):
     content = json.loads(Path(FOLDER / name).read_text())
     tensors = file_tensors(content["request"])
     declared = {tensor.name: tensor for tensor in MODELS[name].inputs}

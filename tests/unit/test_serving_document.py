@@ -34,13 +34,13 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_every_kind_of_model_has_a_row() -> None:
+def test_every_kind_of_model_has_a_row():
     assert list(table()) == list(ROWS)
     assert set(ROWS.values()) == set(MODEL_SIGNATURES)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_engines_and_streaming_are_those_of_the_model(row: str) -> None:
+def test_engines_and_streaming_are_those_of_the_model(row):
     _, engines, streams, *_ = table()[row]
     families = [each for each in FAMILIES.values() if each.model_type == ROWS[row]]
     assert families
@@ -49,7 +49,7 @@ def test_engines_and_streaming_are_those_of_the_model(row: str) -> None:
     assert streams == ("yes" if is_generative(ROWS[row]) else "no")
 
 
-def test_request_files_of_the_document_can_be_read() -> None:
+def test_request_files_of_the_document_can_be_read():
     files = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)]
     assert len(files) == 2
     for each in files:

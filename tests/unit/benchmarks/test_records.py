@@ -7,8 +7,6 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -33,7 +31,7 @@ OLD = Record(
 )
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_is_read_as_it_was_written(tmp_path):
     OLD.write(tmp_path / "one.json")
     assert Record.read(tmp_path / "one.json") == OLD
 
@@ -51,15 +49,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("tokens", "1 of 4 equal", True),
     ],
 )
-def test_rows_that_fell_by_more_than_the_noise_are_named(
-    row: str, value: str, is_worse: bool
-) -> None:
+def test_rows_that_fell_by_more_than_the_noise_are_named(row, value, is_worse):
     rows = {**OLD.rows, row: {**OLD.rows[row], "slipway": value}}
     found = regressions(OLD, replace(OLD, rows=rows), noise=0.05)
     assert [line.partition(",")[0] for line in found] == ([row] if is_worse else [])
 
 
-def test_a_row_that_vanished_is_named() -> None:
+def test_a_row_that_vanished_is_named():
     rows = {"batch 1": {"slipway": "100 tokens/s"}}
     found = regressions(OLD, replace(OLD, rows=rows), noise=0.05)
     assert found == [
@@ -69,9 +65,7 @@ def test_a_row_that_vanished_is_named() -> None:
     ]
 
 
-def test_the_command_ends_with_1_if_a_row_fell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_1_if_a_row_fell(tmp_path, capsys):
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     rows = {**OLD.rows, "first token": {"slipway": "30.0 ms"}}
     OLD.write(paths[0])
@@ -81,7 +75,7 @@ def test_the_command_ends_with_1_if_a_row_fell(
     assert "first token, slipway: 20.0 ms, now 30.0 ms (-33%)" in capsys.readouterr().out
 
 
-def test_a_table_is_written_from_its_record(tmp_path: Path) -> None:
+def test_a_table_is_written_from_its_record(tmp_path):
     OLD.write(tmp_path / "one.json")
     text = "Before\n<!-- record one -->\nstale\n<!-- end -->\nafter\n"
     written = with_tables(text, tmp_path)
@@ -92,7 +86,7 @@ def test_a_table_is_written_from_its_record(tmp_path: Path) -> None:
     assert written.endswith("\nafter\n")
 
 
-def test_the_tables_of_documents_are_those_of_the_records() -> None:
+def test_the_tables_of_documents_are_those_of_the_records():
     named: list[str] = []
     for name in ("performance.md", "reliability.md"):
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -102,7 +96,7 @@ def test_the_tables_of_documents_are_those_of_the_records() -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/performance.md"])
-def test_every_figure_that_a_document_quotes_is_in_a_record(document: str) -> None:
+def test_every_figure_that_a_document_quotes_is_in_a_record(document):
     text = (ROOT / document).read_text(encoding="utf-8").replace(",", "")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)  # what a command prints
     found = [Record.read(path) for path in records.RESULTS.glob("*.json")]
@@ -112,9 +106,7 @@ def test_every_figure_that_a_document_quotes_is_in_a_record(document: str) -> No
     assert quoted <= values
 
 
-def test_a_program_prints_and_records_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_prints_and_records_its_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["one", "--batch", "4", "--record", str(tmp_path / "a.json")])
     run(lambda args: [(f"batch {args.batch[0]}", "ours", "8 tokens/s")], "One.", {"batch": {}})
     assert Record.read(tmp_path / "a.json").rows == {"batch 4": {"ours": "8 tokens/s"}}
@@ -134,7 +126,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("program", [decode, protocol, throughput])
-def test_the_cases_of_a_program_are_made_of_its_options(program: ModuleType) -> None:
+def test_the_cases_of_a_program_are_made_of_its_options(program):
     cases = CASES[program.__name__.partition(".")[2]]
     for name in cases:
         options = case_options(cases, name)
@@ -142,7 +134,7 @@ def test_the_cases_of_a_program_are_made_of_its_options(program: ModuleType) -> 
         assert options["model"] in SIZES
 
 
-def test_every_row_of_a_case_is_measured(tmp_path: Path) -> None:
+def test_every_row_of_a_case_is_measured(tmp_path):
     defaults = {name: each.get("default") for name, each in throughput.OPTIONS.items()}
     args = Namespace(**{**defaults, **case_options(CASES["throughput"], "demo"), "rate": None})
     found = [row for row, _ in throughput.rows(Echo(), Model(tmp_path, 640), args)]
@@ -150,7 +142,7 @@ def test_every_row_of_a_case_is_measured(tmp_path: Path) -> None:
     assert found[-1] == "80% of the mixed requests' rate, between tokens p99"
 
 
-def test_the_time_of_llama_cpp_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_llama_cpp_is_its_own(tmp_path, monkeypatch):
     program = tmp_path / "bench"
     program.write_text(
         f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho \'{{"t_pp": 1, "t": 2.5}}\'\n'

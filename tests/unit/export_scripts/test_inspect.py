@@ -28,7 +28,7 @@ def uses(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "has_backend"), [("gpt2", True), ("llama", False)])
-def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path):
+def test_a_model_and_its_shards(name, has_backend, tmp_path):
     model = write_model(name, tmp_path / "model")
     shards = folder_of(model, tmp_path, tp_size=2)
     for path in (model, shards):
@@ -62,7 +62,7 @@ QUANTISED: dict[str, Any] = {"quantization_config": {"quant_method": "hqq"}}
         (QUANTISED, "quant_method = hqq: known are fp8"),
     ],
 )
-def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path):
+def test_what_passes_through_alone(changes, words, tmp_path):
     model = copy_of(write_model("llama", tmp_path / "model"), tmp_path / "copy", config=changes)
     for name in ("", "config.json"):
         facts = describe(model / name)
@@ -104,9 +104,7 @@ def test_config_json_alone_gives_family_and_sizes(tmp_path, capsys):
          "{}: config.json: num_layer = 2, expert_num = 1000000000"),
     ],
 )  # fmt: skip
-def test_a_damaged_size_is_named_at_once(
-    name: str, changes: dict[str, Any], words: str, has_weights: bool, tmp_path
-):
+def test_a_damaged_size_is_named_at_once(name, changes, words, has_weights, tmp_path):
     model = copy_of(write_model(name, tmp_path / "model"), tmp_path / "copy", config=changes)
     if not has_weights:
         (model / "model.safetensors").unlink()

@@ -30,7 +30,7 @@ def write(folder: Path, name: str, *, tp_size: int = 1, sparse: bool = False) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path):
+def test_every_family_is_complete_and_the_same_for_two_ranks(name, tmp_path):
     one, two = (write(tmp_path, name, tp_size=tp_size) for tp_size in (1, 2))
     assert validate_directory(one) == validate_directory(two) == []
     whole, cut = FTReader(one), FTReader(two)
@@ -42,7 +42,7 @@ def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_logits_of_decoders_are_finite(name: str, tmp_path):
+def test_logits_of_decoders_are_finite(name, tmp_path):
     with Engine(write(tmp_path, name), Placement(device="cpu")) as engine:
         assert torch.isfinite(torch.as_tensor(prompt_logits(engine, [1, 2, 3]))).all()
 

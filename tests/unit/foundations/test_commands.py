@@ -87,14 +87,14 @@ def test_inspect_reports_why_a_checkpoint_cannot_be_converted(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["convert", "validate", "inspect", "list_families"])
-def test_help_describes_the_command(name: str):
+def test_help_describes_the_command(name):
     result = run(name, "--help")
     assert result.returncode == 0
     assert f"usage: python -m export_scripts.{name}" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["inspect", "list_families"])
-def test_light_commands_do_not_load_torch(name: str, tmp_path):
+def test_light_commands_do_not_load_torch(name, tmp_path):
     arguments = [str(write_nemo(tmp_path / "x.nemo"))] if name == "inspect" else []
     code = (
         "import sys\n"

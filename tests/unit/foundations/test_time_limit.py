@@ -19,7 +19,7 @@ from foundations.time_limit import minutes, slurm_notation
         ("2-03:30", 3090),
     ],
 )
-def test_slurm_notations_become_minutes(text: object, expected: int):
+def test_slurm_notations_become_minutes(text, expected):
     assert minutes(text) == expected
 
 
@@ -27,7 +27,7 @@ def test_slurm_notations_become_minutes(text: object, expected: int):
     "text",
     ["soon", "1:2:3:4", "2h", "", "-5", "0", "0:00:00", "1.5", "\uff11\uff12", "9" * 20, "4000-0"],
 )
-def test_anything_else_is_refused(text: str):
+def test_anything_else_is_refused(text):
     with pytest.raises(ValueError, match="write MM, MM:SS"):
         minutes(text)
 
@@ -40,5 +40,5 @@ def test_clock_time_that_yaml_turned_into_seconds_is_explained():
 @pytest.mark.parametrize(
     ("limit", "text"), [(5, "00:05:00"), (120, "02:00:00"), (1500, "1-01:00:00")]
 )
-def test_minutes_are_written_as_slurm_reads_them(limit: int, text: str):
+def test_minutes_are_written_as_slurm_reads_them(limit, text):
     assert slurm_notation(limit) == text

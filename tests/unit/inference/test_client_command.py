@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from inference.server.tensors import as_tensor, as_texts, file_tensors
 from inference.system.ports import pick_free_ports
 
 
-def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_of_the_contract_is_a_flag(capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     text = capsys.readouterr().out
@@ -31,14 +30,12 @@ def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:x", "127.0.0.1:99999", "grpc://127.0.0.1:"])
-def test_what_is_no_port_is_refused_in_one_line(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_port_is_refused_in_one_line(url, capsys):
     assert main(["health", "--url", url]) == 1
     assert capsys.readouterr().err.startswith("error: --url=127.0.0.1:")
 
 
-def test_what_does_not_speak_http_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_speak_http_is_named_in_one_line(capsys):
     def answer() -> None:
         while server.fileno() >= 0:
             with contextlib.suppress(OSError), server.accept()[0] as connection:
@@ -52,7 +49,7 @@ def test_what_does_not_speak_http_is_named_in_one_line(capsys: pytest.CaptureFix
     assert "is not HTTP" in capsys.readouterr().err
 
 
-def test_parameters_merge_into_a_request_file_and_replace_its_lists() -> None:
+def test_parameters_merge_into_a_request_file_and_replace_its_lists():
     base = {"config": {"url": "a", "protocol": "http"}, "request": [1, 2]}
     assert merged(base, {"config": {"url": "b"}, "request": [3]}) == {
         "config": {"url": "b", "protocol": "http"},
@@ -60,7 +57,7 @@ def test_parameters_merge_into_a_request_file_and_replace_its_lists() -> None:
     }
 
 
-def test_request_entries_become_tensors_of_their_dtype() -> None:
+def test_request_entries_become_tensors_of_their_dtype():
     tensors = file_tensors(
         [
             {"name": "input_ids", "data": [[1, 2]], "dtype": "uint32"},
@@ -71,7 +68,7 @@ def test_request_entries_become_tensors_of_their_dtype() -> None:
     assert tensors["INPUT_0"].tolist() == [["\u00fcber".encode()]]
 
 
-def test_all_bad_entries_of_a_request_file_are_named() -> None:
+def test_all_bad_entries_of_a_request_file_are_named():
     with pytest.raises(ValueError, match=r"request\[0\]: key 'dtype' is missing") as caught:
         file_tensors(
             [
@@ -101,26 +98,20 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
         (json.dumps({"config": {"model_name": 5}}), "config: model_name=5 is not a text"),
     ],
 )
-def test_unusable_request_file_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_unusable_request_file_is_explained(tmp_path, capsys, text, message):
     path = tmp_path / "request.json"
     path.write_text(text)
     assert main(["request", str(path)]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_absent_request_file_is_an_error_not_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_absent_request_file_is_an_error_not_a_traceback(tmp_path, capsys):
     assert main(["request", str(tmp_path / "none.json")]) == 1
     assert "none.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_absent_server_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], protocol: str
-) -> None:
+def test_absent_server_is_said_in_one_line(capsys, protocol):
     url = f"127.0.0.1:{pick_free_ports('127.0.0.1', 1)[0]}"
     assert main(["health", "--url", url, "--protocol", protocol]) == 1
     error = capsys.readouterr().err
@@ -129,17 +120,17 @@ def test_absent_server_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("url", ["ftp://localhost:8000", "grpc://localhost:8001"])
-def test_url_of_another_protocol_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_url_of_another_protocol_is_refused(capsys, url):
     assert main(["health", "--url", url, "--protocol", "http"]) == 1
     assert f"--url={url}: write host:port, http://host:port or grpc" in capsys.readouterr().err
 
 
-def test_host_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_that_is_none_is_said_in_one_line(capsys):
     assert main(["health", "--url", "http://nowhere.invalid"]) == 1
     assert "nowhere.invalid:8000: no such host" in capsys.readouterr().err
 
 
-def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
+def test_stream_that_takes_characters_back_is_shown_once_it_is_sure():
     frames = ["a", "a\ufffd", "a\u4f60", "a\u4f60b"]
 
     class Streaming(TritonClient):
@@ -156,21 +147,19 @@ def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"host": "n1"}', "nothing"])
-def test_another_file_than_a_published_address_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_another_file_than_a_published_address_is_named(tmp_path, capsys, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     assert main(["health", "--url", str(path)]) == 1
     assert f"error: {path} is not " in capsys.readouterr().err
 
 
-def test_generating_without_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generating_without_a_prompt_is_refused(capsys):
     assert main(["generate"]) == 1
     assert "no prompt" in capsys.readouterr().err
 
 
-def test_values_become_columns_of_the_declared_type() -> None:
+def test_values_become_columns_of_the_declared_type():
     assert as_tensor([1, 2], "UINT32").tolist() == [[1], [2]]
     assert as_tensor([0.5], "FP32").dtype == np.float32
     assert as_tensor(["\u00fcber"], "BYTES").tolist() == [["\u00fcber".encode()]]
@@ -180,12 +169,12 @@ def test_values_become_columns_of_the_declared_type() -> None:
         as_tensor([-1], "UINT32")
 
 
-def test_texts_come_in_rows_of_beams_whether_or_not_the_server_says_so() -> None:
+def test_texts_come_in_rows_of_beams_whether_or_not_the_server_says_so():
     assert as_texts(np.array([[b"a", b"b"]], object)) == [["a", "b"]]
     assert as_texts(np.array([b"a", b"b"], object)) == [["a"], ["b"]]
 
 
-def test_streaming_over_http_and_unknown_protocols_are_refused() -> None:
+def test_streaming_over_http_and_unknown_protocols_are_refused():
     with TritonClient("127.0.0.1:1", protocol="http") as client:
         with pytest.raises(ValueError, match="streaming needs protocol=grpc"):
             client.stream("m", {})
@@ -195,7 +184,7 @@ def test_streaming_over_http_and_unknown_protocols_are_refused() -> None:
         TritonClient(protocol="ftp")
 
 
-def test_published_address_is_an_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_address_is_an_url(tmp_path, capsys):
     path = tmp_path / "endpoint.json"
     (port,) = pick_free_ports("127.0.0.1", 1)
     path.write_text(json.dumps({"host": "127.0.0.1", "http": port, "grpc": 1, "uses_tls": False}))

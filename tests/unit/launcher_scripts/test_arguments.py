@@ -16,7 +16,7 @@ from launcher_scripts.launchers import make_launcher
 @pytest.mark.parametrize(
     "words", [["cluster=bcm"], ["cluster_type=bcm"], ["cluster_type=bcm", "cluster=bcm"]]
 )
-def test_cluster_and_cluster_type_agree(words: list[str]):
+def test_cluster_and_cluster_type_agree(words):
     assert set(read_arguments(words).overrides) == {"cluster=bcm", "cluster_type=bcm"}
 
 

@@ -127,7 +127,7 @@ def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(tmp_path, 
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
-def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path, replica: Path):
+def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path, replica):
     (replica / "bcprun").unlink()
     job = settings(tmp_path, "ranks", resources=Resources(tasks_per_node=2))
     run, shown = make_run(RanksStage(job))
@@ -163,7 +163,7 @@ def test_same_command_on_another_replica_leaves_the_work_to_the_first(
 @pytest.mark.parametrize(
     "word", ["base_results_dir=/results/x", "export.run.results_dir=/results/x"]
 )
-def test_folders_that_other_replicas_do_not_see_are_refused(word: str, capsys):
+def test_folders_that_other_replicas_do_not_see_are_refused(word, capsys):
     words = ["export=gpt3/sample", "cluster_type=bcp", "stages=[convert]", word, "dry_run=true"]
     assert main(words) == 2
     assert f"{word} is private to each replica" in capsys.readouterr().err

@@ -127,8 +127,8 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
     tmp_path,
     capsys,
     monkeypatch,
-    word: str,
-    reported: str,
+    word,
+    reported,
 ):
     monkeypatch.setenv("PATH", "")
     text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", word)
@@ -259,7 +259,7 @@ def test_status_shows_the_log_and_the_progress_of_a_job(tmp_path, capsys):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("is_pipe", [True, False])
-def test_status_names_a_damaged_file_next_to_a_job_that_runs(is_pipe: bool, tmp_path, capsys):
+def test_status_names_a_damaged_file_next_to_a_job_that_runs(is_pipe, tmp_path, capsys):
     folder, name = tmp_path / "deploy", "progress.json"
     write_record(folder / "job.json", JobRecord("12", "deploy", "d", "running", host="elsewhere"))
     if is_pipe:
@@ -319,7 +319,7 @@ def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(tmp_path, ca
 
 
 @pytest.mark.parametrize("state", [None, "{", "completed"])
-def test_job_whose_record_was_lost_or_changed_is_not_forgotten(state: str | None, tmp_path, capsys):
+def test_job_whose_record_was_lost_or_changed_is_not_forgotten(state, tmp_path, capsys):
     path = tmp_path / "convert" / "job.json"
     if state == "completed":
         write_record(path, JobRecord("0_0_7", "convert", "c", state, "local"))
@@ -348,7 +348,7 @@ def test_cancel_without_slurm_says_why_it_cannot(tmp_path, capsys, monkeypatch):
     ("seconds", "text"),
     [(0.4, "0:00:00"), (59.6, "0:01:00"), (7325, "2:02:05"), (90061, "1-1:01:01")],
 )
-def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str):
+def test_elapsed_time_is_shown_as_a_clock(seconds, text):
     assert clock(seconds) == text
 
 
@@ -363,9 +363,7 @@ def test_a_closed_output_is_not_an_error(tmp_path):
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", "a folder", "a loop"])
 @pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
-def test_damaged_files_of_a_run_are_named_with_the_way_out(
-    tmp_path, capsys, name: str, content: str
-):
+def test_damaged_files_of_a_run_are_named_with_the_way_out(tmp_path, capsys, name, content):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if content == "a folder":
@@ -430,9 +428,7 @@ def test_a_place_that_takes_no_file_is_named_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dry_run", ["false", "true"])
-def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
-    tmp_path, capsys, dry_run: str
-):
+def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(tmp_path, capsys, dry_run):
     folder = tmp_path / "deploy"
     # A job is known by its folder, which its process was started with.
     wait = [sys.executable, "-c", "input()", str(folder / "submitit" / "7")]
@@ -449,7 +445,7 @@ def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
 
 
 @pytest.mark.parametrize("words", [["run_dir="], ["foo"], ["deploy.http_port=x"]])
-def test_a_wrong_word_of_an_action_is_the_only_problem(words: list[str], capsys):
+def test_a_wrong_word_of_an_action_is_the_only_problem(words, capsys):
     assert "one problem found" in refused(capsys, "action=status", *words)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,12 @@ def test_command_line_of_the_guide_is_understood():
     "choice",
     [choice for choice in files_of_group("export") if not choice.startswith(("t5", "mt5"))],
 )
-def test_every_export_file_composes(choice: str):
+def test_every_export_file_composes(choice):
     assert not compose(f"export={choice}").problems
 
 
 @pytest.mark.parametrize("choice", ["t5/export_t5", "mt5/export_mt5"])
-def test_placeholders_must_be_given(choice: str):
+def test_placeholders_must_be_given(choice):
     problems = compose(f"export={choice}").problems
     assert [text.partition(" is not set")[0] for text in problems] == [
         "export.run.model_train_name",
@@ -124,14 +123,14 @@ def test_empty_path_is_not_the_current_folder():
 
 
 @pytest.mark.parametrize("choice", ["gpt3/samplo", "sample"])
-def test_unknown_file_lists_the_files(choice: str):
+def test_unknown_file_lists_the_files(choice):
     text = problem(f"export={choice}")
     assert "did you mean gpt3/sample?" in text
     assert "gpt3/export_gpt3" in text
 
 
 @pytest.mark.parametrize("word", ["export=gpt3/samplo", "exprt=gpt3/sample"])
-def test_without_the_file_that_was_meant_there_is_no_configuration(word: str):
+def test_without_the_file_that_was_meant_there_is_no_configuration(word):
     composition = compose(word, "export.model.processes=many")
     assert composition.config is None
     assert [text.partition(":")[0] for text in composition.problems] == [
@@ -148,7 +147,7 @@ def test_without_the_file_that_was_meant_there_is_no_configuration(word: str):
         ("container_mounts", "/a:/b", "/a:/b"),
     ],
 )
-def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries: str):
+def test_list_without_brackets_is_shown_with_them(key, value, entries):
     assert f"; write '{key}=[{entries}]'" in problem(f"{key}={value}")
     assert not compose(f"{key}=[{entries}]").problems
 
@@ -192,7 +191,7 @@ def test_section_as_value_lists_its_keys():
         ("=", "'=' has no key; write key=value, without spaces around the =."),
     ],
 )
-def test_word_without_a_value_is_answered_with_the_remedy(word: str, reported: str):
+def test_word_without_a_value_is_answered_with_the_remedy(word, reported):
     assert problem(word) == reported
 
 
@@ -227,7 +226,7 @@ def test_unknown_key_with_a_plus_is_refused_too():
         ("evaluate.boolq.prompt.task_id=-1", "expected a whole number from 0 to 2147483647"),
     ],
 )
-def test_strange_overrides_are_answered_with_the_remedy(word: str, reported: str):
+def test_strange_overrides_are_answered_with_the_remedy(word, reported):
     assert reported in problem(word)
 
 
@@ -249,7 +248,7 @@ def test_signs_that_change_nothing_are_understood():
 @pytest.mark.parametrize(
     "word", ["++env_vars.A=1", "++evaluate.gate.x.min=1", "++convert.given.y=2"]
 )
-def test_free_names_are_no_problem_next_to_one(word: str):
+def test_free_names_are_no_problem_next_to_one(word):
     composition = compose(word, "export.model.processes=many")
     assert [text.partition("=")[0] for text in composition.problems] == ["export.model.processes"]
 
@@ -293,7 +292,7 @@ def test_home_and_variables_in_paths_are_replaced(monkeypatch):
     ("path", "reported"),
     [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "the user does not exist")],
 )
-def test_paths_that_lead_nowhere_are_refused(path: str, reported: str):
+def test_paths_that_lead_nowhere_are_refused(path, reported):
     text = problem(f"base_results_dir={path}")
     assert text.startswith(f"base_results_dir={path}: {reported}; give the path")
 
@@ -319,7 +318,7 @@ def test_bounds_are_given_by_name():
         "evaluate.gate.lambada_last_word={min: 0.5, max: 0.9}",
     ],
 )
-def test_bounds_are_given_as_a_mapping(word: str):
+def test_bounds_are_given_as_a_mapping(word):
     found = compose(*read_arguments([word]).overrides, "++evaluate.gate.other.max=1")
     assert not found.problems
     assert found.config is not None
@@ -361,7 +360,7 @@ def test_the_evaluator_takes_the_schema_of_the_section():
     ("request_type", "names"),
     [(ConversionRequest, convert.KEYS), (RepositoryRequest, export.KEYS)],
 )
-def test_every_field_of_a_request_can_be_configured(request_type: type, names: Mapping[str, str]):
+def test_every_field_of_a_request_can_be_configured(request_type, names):
     known = set(KEYS)
     fields = {each.name for each in dataclasses.fields(request_type) if each.compare}
     assert fields == set(names)

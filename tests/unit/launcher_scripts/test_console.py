@@ -36,7 +36,7 @@ def test_states_have_colours_on_a_terminal_alone():
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_colours_can_be_left_out(monkeypatch, variable: str, value: str):
+def test_colours_can_be_left_out(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     assert "\x1b" not in table_on(Terminal())
 

@@ -98,7 +98,7 @@ def configure(words: str) -> Config:
         ),
     ],
 )
-def test_values_without_effect_are_refused_with_what_they_need(idle: str, cure: str):
+def test_values_without_effect_are_refused_with_what_they_need(idle, cure):
     problems = [*problems_of_effects(configure(idle))]
     assert problems
     assert any(f" {problem.partition('=')[0]}=" in f" {idle}" for problem in problems)

@@ -91,7 +91,7 @@ def pod_of(template: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_one_node_is_a_deployment_and_a_service(render: Render):
+def test_one_node_is_a_deployment_and_a_service(render):
     deployment, service = render(*CLAIM, "deploy.cpus_per_task=4", "deploy.mem_gb=32")
     for each in (deployment, service):
         valid(each)
@@ -111,7 +111,7 @@ def test_one_node_is_a_deployment_and_a_service(render: Render):
     assert {each["port"] for each in service["spec"]["ports"]} == {8000, 8001, 8002}
 
 
-def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Render):
+def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render):
     deployment, service = render(*CLAIM, "deploy.openai.enabled=true", "deploy.openai.port=0")
     for each in (deployment, service):
         valid(each)
@@ -121,13 +121,13 @@ def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Rende
     assert {"name": "openai", "port": 8003, "targetPort": "openai"} in service["spec"]["ports"]
 
 
-def test_a_pod_asks_for_the_gpus_of_all_instances(render: Render):
+def test_a_pod_asks_for_the_gpus_of_all_instances(render):
     deployment, _ = render(*CLAIM, f"{INSTANCES}=3", "cluster.gpus_per_node=8")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 6
 
 
-def test_vllm_serves_a_folder_of_the_claim(render: Render):
+def test_vllm_serves_a_folder_of_the_claim(render):
     deployment, service, monitor = render(
         *CLAIM, "deploy.repository=null", "deploy.engine=vllm", "deploy.vllm.max_num_seqs=8",
         "cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=tls",
@@ -152,14 +152,12 @@ def test_vllm_serves_a_folder_of_the_claim(render: Render):
 
 
 @pytest.mark.parametrize("words", [["deploy.engine=openai"], ["deploy.engine=vllm", *TWO_NODES]])
-def test_other_servers_than_vllm_on_one_node_have_no_manifests(
-    render: Render, capsys, words: list[str]
-):
+def test_other_servers_than_vllm_on_one_node_have_no_manifests(render, capsys, words):
     render(*CLAIM, "deploy.repository=null", *words, status=2)
     assert "that engine's publisher" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_several_nodes_are_a_group_of_pods(render: Render):
+def test_several_nodes_are_a_group_of_pods(render):
     import jsonschema
 
     group, service = render(*CLAIM, *TWO_NODES)
@@ -180,7 +178,7 @@ def test_several_nodes_are_a_group_of_pods(render: Render):
 
 
 @pytest.mark.parametrize("engine", ["pytorch", "fastertransformer"])
-def test_secrets_are_named_and_never_written(render: Render, engine: str):
+def test_secrets_are_named_and_never_written(render, engine):
     secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
     deployment, service = render(
         *CLAIM, *secrets, f"deploy.engine={engine}", "deploy.max_request_mb=7"
@@ -198,7 +196,7 @@ def test_secrets_are_named_and_never_written(render: Render, engine: str):
     assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
-def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render):
+def test_the_operator_of_prometheus_is_told_what_it_needs(render):
     secrets = ("cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert")
     wanted = "cluster.kubernetes.pod_monitor=true"
     group, _, monitor = render(*CLAIM, *TWO_NODES, *secrets, wanted)
@@ -214,7 +212,7 @@ def test_the_operator_of_prometheus_is_told_what_it_needs(render: Render):
     assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": "cert", "key": "ca.crt"}}
 
 
-def test_conversations_stay_with_one_of_several_servers(render: Render):
+def test_conversations_stay_with_one_of_several_servers(render):
     deployment, service = render(
         *CLAIM, "cluster.kubernetes.replicas=3", "export.triton_deployment.interactive=true"
     )
@@ -222,14 +220,14 @@ def test_conversations_stay_with_one_of_several_servers(render: Render):
     assert service["spec"]["sessionAffinity"] == "ClientIP"
 
 
-def test_pods_without_gpus_ask_for_none(render: Render):
+def test_pods_without_gpus_ask_for_none(render):
     deployment, _ = render(*CLAIM, "cluster.gpus_per_node=null")
     valid(deployment)
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"] == {"requests": {}, "limits": {}}
 
 
-def test_what_pods_cannot_do_is_refused_at_once(render: Render, tmp_path, capsys):
+def test_what_pods_cannot_do_is_refused_at_once(render, tmp_path, capsys):
     tokens = tmp_path / "tokens"
     tokens.write_text("0123456789abcdef" * 2)
     tokens.chmod(0o600)
@@ -247,13 +245,13 @@ def test_what_pods_cannot_do_is_refused_at_once(render: Render, tmp_path, capsys
     assert not list(tmp_path.rglob("*_manifests.yaml"))
 
 
-def test_a_server_that_cannot_be_placed_is_refused(render: Render, capsys):
+def test_a_server_that_cannot_be_placed_is_refused(render, capsys):
     render(*CLAIM, "deploy.uptime=3-00:00:00", status=2)
     assert "deploy.uptime=3-00:00:00 needs cluster_type=bcm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["/models", "gpt/../.."])
-def test_a_folder_outside_the_claim_is_refused(render: Render, folder: str, capsys):
+def test_a_folder_outside_the_claim_is_refused(render, folder, capsys):
     render("cluster.kubernetes.claim=models", f"cluster.kubernetes.claim_path={folder}", status=2)
     assert f"cluster.kubernetes.claim_path={folder}: leads out" in capsys.readouterr().err
 
@@ -266,5 +264,5 @@ def test_a_folder_outside_the_claim_is_refused(render: Render, folder: str, caps
         ("a" * 80, "a" * 52),
     ],
 )
-def test_names_are_those_that_kubernetes_takes(text: str, name: str):
+def test_names_are_those_that_kubernetes_takes(text, name):
     assert object_name(text) == name

@@ -67,7 +67,7 @@ def test_launcher_knows_every_stage():
         ("stages=[export] export.accuracy.enabled=true", "convert export evaluate"),
     ],
 )
-def test_missing_prerequisites_run_first(tmp_path, words: str, planned: str):
+def test_missing_prerequisites_run_first(tmp_path, words, planned):
     assert names(plan(tmp_path, *words.split())) == planned.split()
 
 
@@ -88,14 +88,14 @@ def test_a_stage_that_was_not_asked_for_is_explained(tmp_path):
         ("stages=[export] export.triton_deployment.max_batch_size=8 overwrite=true", "export"),
     ],
 )
-def test_finished_work_is_not_done_again(finished: Path, words: str, planned: str):
+def test_finished_work_is_not_done_again(finished, words, planned):
     made = plan(finished, *words.split())
     assert names(made) == planned.split()
     assert not any("differs from" in text for text in made.problems)
     assert all(each.reason.startswith("finished at ") for each in made.stages if not each.runs)
 
 
-def test_another_configuration_stops_the_run_and_names_key_and_place(finished: Path):
+def test_another_configuration_stops_the_run_and_names_key_and_place(finished):
     folder = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32"
     made = plan(
         finished,
@@ -120,7 +120,7 @@ def test_damaged_shards_are_not_taken_for_finished(tmp_path):
     assert "overwrite=true" in problem
 
 
-def test_each_setting_that_differs_from_converted_shards_is_reported_once(finished: Path):
+def test_each_setting_that_differs_from_converted_shards_is_reported_once(finished):
     shards = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32/model_repo/fastertransformer"
     (problem,) = plan(
         finished,
@@ -194,7 +194,7 @@ def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path, capsys):
         ("deploy.engine=vllm stages=[export]", "leave deploy.engine out."),
     ],
 )
-def test_what_cannot_run_is_named(tmp_path, words: str, named: str):
+def test_what_cannot_run_is_named(tmp_path, words, named):
     assert any(named in text for text in plan(tmp_path, *words.split()).problems)
 
 
@@ -225,7 +225,7 @@ def test_an_adapter_is_served_with_its_model(tmp_path):
         (("export.model.tensor_model_parallel_size=2", "deploy.repository=/x"), "/x"),
     ],
 )
-def test_what_serves_no_adapter_is_refused(tmp_path, words: tuple[str, ...], named: str):
+def test_what_serves_no_adapter_is_refused(tmp_path, words, named):
     made = plan(tmp_path, *LORA, *words, "stages=[convert,deploy,evaluate]")
     assert [problem for problem in made.problems if named in problem]
 
@@ -254,7 +254,7 @@ def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path):
     ("there", "asked"),
     [("results/checkpoints", "checkpoints"), ("checkpoints", "results/checkpoints")],
 )
-def test_both_habitual_checkpoint_folders_are_looked_into(tmp_path, there: str, asked: str):
+def test_both_habitual_checkpoint_folders_are_looked_into(tmp_path, there, asked):
     (tmp_path / there).mkdir(parents=True)
     assert find_checkpoint(tmp_path / asked) == tmp_path / there
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("neighbour", ["last.ckpt", "mp_rank_00/", "model_config.yaml", "b.nemo"])
-def test_folder_stands_for_the_only_archive_in_it(tmp_path, neighbour: str):
+def test_folder_stands_for_the_only_archive_in_it(tmp_path, neighbour):
     folder = tmp_path / "results" / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "a.nemo").touch()
@@ -293,9 +293,7 @@ def words_for(checkpoint: Path) -> tuple[str, ...]:
     return (f"export.model.checkpoint_path={checkpoint}", "stages=[export]")
 
 
-def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
-    tmp_path, textless: Path
-):
+def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(tmp_path, textless):
     (problem,) = plan(tmp_path, *words_for(textless)).problems
     assert f"{textless} has no tokenizer" in problem
     assert "convert.vocab_path and convert.merges_path" in problem
@@ -311,14 +309,14 @@ def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
     ],
 )
 def test_checkpoint_without_a_tokenizer_is_taken_where_none_is_needed_or_one_is_given(
-    tmp_path, textless: Path, words: tuple[str, ...]
+    tmp_path, textless, words
 ):
     given = [word.format(files=textless.parent / "files") for word in words]
     kept = [word for word in words_for(textless) if not word.startswith(given[0].split("=")[0])]
     assert not plan(tmp_path, *kept, *given).problems
 
 
-def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless: Path):
+def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless):
     words = words_for(textless)
     stage = plan(tmp_path, words[0], "stages=[convert]").to_run[0].stage
     assert isinstance(stage, ConvertStage)
@@ -331,7 +329,7 @@ def test_tokenizer_may_be_put_among_converted_shards(tmp_path, textless: Path):
     assert (made.problems, names(made)) == ([], ["export"])
 
 
-def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(tmp_path, textless: Path):
+def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(tmp_path, textless):
     root = tmp_path / "models--org--name"
     (root / "snapshots").mkdir(parents=True)
     (root / "snapshots" / "abc").symlink_to(textless)
@@ -363,7 +361,7 @@ FOLDER = "convert.format=huggingface"
         (["evaluate.server=node1:8001"], ("", "", "", "")),
     ],
 )
-def test_a_report_states_what_is_known_of_the_server(words: list[str], known: tuple[str, ...]):
+def test_a_report_states_what_is_known_of_the_server(words, known):
     config = compose_config(["export=gpt3/sample", *words]).config
     assert config is not None
     facts = known_facts(config, server_config(config), Context())

@@ -138,7 +138,7 @@ def test_killed_job_is_lost_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["exit 0", "exec true", "exec false"])
-def test_job_whose_setup_ends_its_script_has_failed(tmp_path, line: str):
+def test_job_whose_setup_ends_its_script_has_failed(tmp_path, line):
     stages = [
         WriteStage(settings(tmp_path, "write")),
         EnvironmentStage(settings(tmp_path, "environment")),
@@ -403,7 +403,7 @@ def test_interrupt_at_the_time_limit_ends_the_job_at_once(tmp_path):
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_every_command_ends_by_signals_as_by_ctrl_c_unless_nohup_started_it(
-    before: signal.Handlers,
+    before,
 ):
     kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

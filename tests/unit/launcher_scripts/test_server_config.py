@@ -45,7 +45,7 @@ def test_granted_gpus_are_not_numbered_anew():
 
 
 @pytest.mark.parametrize(("engine", "tasks"), [("pytorch", 8), ("fastertransformer", 1)])
-def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine: str, tasks: int):
+def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine, tasks):
     found = resources(on_cluster(8, 2, f"deploy.engine={engine}"))
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, tasks, 8)
 
@@ -107,7 +107,7 @@ def test_place_in_a_store_stays_as_it_is_written():
 
 
 @pytest.mark.parametrize(("kind", "ensemble"), [("gpt3", "ensemble"), ("bert", None)])
-def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None):
+def test_evaluation_asks_the_ensemble_that_the_kind_has(kind, ensemble):
     stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context())
     assert stage.options.ensemble_name == ensemble  # type: ignore[attr-defined]
 

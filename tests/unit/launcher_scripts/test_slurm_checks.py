@@ -57,7 +57,7 @@ def test_a_job_that_fits_has_no_problems(tmp_path):
     assert launcher("cluster.partition=batch").check([stage(tmp_path)]) == []
 
 
-def test_every_problem_of_the_cluster_is_reported_at_once(tmp_path, slurm: Path, capsys):
+def test_every_problem_of_the_cluster_is_reported_at_once(tmp_path, slurm, capsys):
     programs(slurm, sbatch="echo 'invalid partition specified: bach' >&2; exit 1")
     words = [
         "export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r",
@@ -85,7 +85,7 @@ def test_ranks_that_no_number_of_nodes_holds_evenly_are_refused(tmp_path, capsys
     assert "asks for 11 GPUs, which cannot be divided evenly" in capsys.readouterr().err
 
 
-def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(tmp_path, slurm: Path):
+def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(tmp_path, slurm):
     away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
     programs(slurm, sbatch=away, sinfo="exit 1", srun="exit 1")
     found = launcher("cluster.partition=batch", "container=a#b").check([stage(tmp_path, TWO_NODES)])
@@ -93,7 +93,7 @@ def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(tmp_path, sl
 
 
 @pytest.mark.parametrize("sign", [":", ","])
-def test_a_folder_that_no_container_can_see_is_refused(tmp_path, sign: str):
+def test_a_folder_that_no_container_can_see_is_refused(tmp_path, sign):
     words = ("dry_run=true", f"base_results_dir='{tmp_path}/a{sign}b'")
     assert launcher(*words).check([stage(tmp_path)]) == []
     problems = launcher(*words, "container=a#b").check([stage(tmp_path)])
@@ -121,7 +121,7 @@ def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path):
         ("container=image.sqsh", "container=image.sqsh would be searched in a registry"),
     ],
 )
-def test_values_that_no_slurm_takes_are_refused(tmp_path, word: str, reported: str):
+def test_values_that_no_slurm_takes_are_refused(tmp_path, word, reported):
     problems = launcher(word, "dry_run=true").check([stage(tmp_path)])
     assert [problem for problem in problems if problem.startswith(reported)], problems
 
@@ -144,7 +144,7 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path):
     assert launcher(*words).check([stage(tmp_path)]) == []  # no server among the jobs
 
 
-def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm: Path):
+def test_a_job_that_slurm_has_forgotten_is_remarked_upon(slurm):
     unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     known = f'case "$*" in *12*) echo "12|PENDING|None|x";; *) {unknown};; esac'
     programs(slurm, squeue=known, scontrol=unknown, sacct="exit 1")
@@ -172,7 +172,7 @@ def test_folders_in_memory_are_remarked_upon():
     )
 
 
-def test_refusal_of_sbatch_is_reported_once(tmp_path, slurm: Path, capfd):
+def test_refusal_of_sbatch_is_reported_once(tmp_path, slurm, capfd):
     programs(slurm, sbatch=f'case "$1" in --test-only) ;; *) {REFUSED};; esac')
     words = ["export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r"]
     assert main([*words, "stages=[convert]"]) == 1

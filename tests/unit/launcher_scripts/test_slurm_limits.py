@@ -46,9 +46,7 @@ def cluster(slurm: Path) -> Path:
         (Resources(time_limit_min=30 * DAY), ("cluster.partition=open",), ""),
     ],
 )
-def test_job_that_its_partition_would_never_start_is_refused(
-    tmp_path, asked: Resources, words: tuple[str, ...], key: str
-):
+def test_job_that_its_partition_would_never_start_is_refused(tmp_path, asked, words, key):
     found = problems(tmp_path, asked, *words)
     assert len(found) == bool(key)
     assert all(problem.startswith(key) for problem in found)
@@ -65,7 +63,7 @@ def test_job_that_its_partition_would_never_start_is_refused(
     ],
 )
 def test_what_sbatch_refuses_is_refused_beforehand_in_its_words(
-    tmp_path, cluster: Path, error: str, away: str, is_refused: bool
+    tmp_path, cluster, error, away, is_refused
 ):
     programs(
         cluster, sbatch=f"echo 'allocation failure: {error}' >&2; exit 1",
@@ -76,14 +74,14 @@ def test_what_sbatch_refuses_is_refused_beforehand_in_its_words(
     assert all(error in each and "--gpus-per-node=3 " in each for each in found)
 
 
-def test_the_option_that_sbatch_refuses_is_named_once(tmp_path, cluster: Path):
+def test_the_option_that_sbatch_refuses_is_named_once(tmp_path, cluster):
     programs(cluster, sbatch='case "$*" in *--mem=9G*) echo "too much" >&2; exit 1;; esac')
     stages = [stage(tmp_path, asked) for asked in (Resources(), Resources(nodes=2))]
     (problem,) = launcher("cluster.mpi=null", "cluster.mem=9G").check(stages)
     assert problem.startswith("ranks, ranks: sbatch refuses --mem=9G: too much; correct the keys")
 
 
-def test_a_machine_without_slurm_is_named_once(tmp_path, cluster: Path):
+def test_a_machine_without_slurm_is_named_once(tmp_path, cluster):
     said = "sbatch: fatal: Could not establish a configuration source"
     programs(cluster, sbatch=f"echo x >> {cluster}/calls; echo '{said}' >&2; exit 1")
     (problem,) = launcher("cluster.mpi=null").check([stage(tmp_path), stage(tmp_path)])
@@ -96,13 +94,13 @@ def test_partition_of_a_profile_counts(tmp_path, monkeypatch):
     assert problems(tmp_path, Resources(time_limit_min=DAY)) == []
 
 
-def test_qos_may_lift_the_limit_of_a_partition(tmp_path, cluster: Path):
+def test_qos_may_lift_the_limit_of_a_partition(tmp_path, cluster):
     answer = 'case "$*" in *flags*) echo "long|DenyOnLimit,PartitionTimeLimit";; esac'
     programs(cluster, sacctmgr=answer)
     assert problems(tmp_path, Resources(time_limit_min=DAY), "cluster.qos=long") == []
 
 
-def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path, cluster: Path):
+def test_limits_of_an_account_are_those_of_one_that_is_used(tmp_path, cluster):
     programs(cluster, sacctmgr="echo 'small|1:00:00|4'; echo 'large||'", squeue="echo 1; echo 2")
     asked, small = Resources(time_limit_min=120), "cluster.account=small"
     assert problems(tmp_path, asked) == []

@@ -62,7 +62,7 @@ def test_null_and_false_leave_an_option_out_and_values_are_quoted_in_a_script():
         (None, None),
     ],
 )
-def test_memory_is_in_gigabytes_and_zero_is_all(value: float | str | None, expected: str | None):
+def test_memory_is_in_gigabytes_and_zero_is_all(value, expected):
     assert memory(value) == expected
 
 
@@ -95,7 +95,7 @@ def test_gpus_per_task_come_with_a_number_of_tasks():
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2:00:00", "02:00:00"), ("90", "01:30:00")])
-def test_time_limits_keep_their_meaning(text: str, expected: str):
+def test_time_limits_keep_their_meaning(text, expected):
     assert options("convert", f"export.run.time_limit={text}")["time"] == expected
 
 

@@ -50,25 +50,25 @@ def submit(tmp_path: Path, *, patience_s: float = 2.0) -> SlurmHandle:
     return handle
 
 
-def test_queued_job_whose_answer_is_lost_is_found(tmp_path, slurm: Path):
+def test_queued_job_whose_answer_is_lost_is_found(tmp_path, slurm):
     programs(slurm, sbatch=f'take "$1"; {LOST}')
     assert submit(tmp_path).job_id == "7"
     assert (tmp_path / "write" / "submitit" / "7_submitted.pkl").is_file()
 
 
-def test_job_that_was_not_taken_is_submitted_again(tmp_path, slurm: Path):
+def test_job_that_was_not_taken_is_submitted_again(tmp_path, slurm):
     once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; {LOST}; }}"
     programs(slurm, sbatch=f'{once}; take "$1"; echo Submitted batch job 7')
     assert submit(tmp_path).job_id == "7"
 
 
-def test_of_jobs_that_were_taken_twice_one_stays(tmp_path, slurm: Path):
+def test_of_jobs_that_were_taken_twice_one_stays(tmp_path, slurm):
     programs(slurm, sbatch=f'take "$1"; take "$1"; {LOST}')
     assert submit(tmp_path).job_id == "7"
     assert (tmp_path / "cancelled").read_text().split() == ["8"]
 
 
-def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path, slurm: Path):
+def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path, slurm):
     programs(slurm, sbatch='take "$1"; kill -INT $PPID; sleep 1; echo Submitted batch job 7')
     with pytest.raises(KeyboardInterrupt):
         submit(tmp_path)
@@ -76,7 +76,7 @@ def test_a_job_that_is_queued_as_ctrl_c_comes_is_cancelled(tmp_path, slurm: Path
 
 
 @pytest.mark.parametrize(("text", "said"), [(REFUSED, "Invalid qos"), (LOST, "Socket timed out")])
-def test_refusal_is_final_and_silence_ends(tmp_path, slurm: Path, text: str, said: str):
+def test_refusal_is_final_and_silence_ends(tmp_path, slurm, text, said):
     programs(slurm, sbatch=text)
     with pytest.raises(SubmissionError, match=said):
         submit(tmp_path, patience_s=0.1)
@@ -97,7 +97,7 @@ def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path):
         assert found.state == "lost"
 
 
-def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm: Path):
+def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm):
     folder = tmp_path / "convert"
     script = folder / "submitit" / "1.sh"
     write_record(folder / "job.json", JobRecord("7", "other", "c", "failed", "bcm"))
@@ -107,7 +107,7 @@ def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm: Path):
         assert (found.job_id, found.stage, found.state) == ("7", "convert", state)
 
 
-def test_a_requeued_job_shows_why_it_waits(tmp_path, slurm: Path, capsys):
+def test_a_requeued_job_shows_why_it_waits(tmp_path, slurm, capsys):
     path = tmp_path / "convert" / "job.json"
     write_record(path, JobRecord("7", "convert", "c", "running", "bcm", error="stopped"))
     programs(slurm, squeue=f"echo '7|PENDING|BeginTime|{path.parent}/submitit/1.sh'")
@@ -124,7 +124,7 @@ def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path):
         prepare_submission(second.jobs["write"], second.launcher, "")
 
 
-def test_server_ends_with_an_evaluation_that_cannot_ask_for_that(tmp_path, slurm: Path):
+def test_server_ends_with_an_evaluation_that_cannot_ask_for_that(tmp_path, slurm):
     """It is cancelled before it starts, or its command was killed before it submitted it."""
     del slurm
     stage = DeployStage(settings(tmp_path, "deploy"), DeployConfig(folder=tmp_path, model_name="m"))

@@ -26,7 +26,7 @@ def test_values_may_have_dots():
 
 
 @pytest.mark.parametrize("values", ["interval(1,2)", "glob(*)"])
-def test_values_that_are_not_listed_are_refused(values: str):
+def test_values_that_are_not_listed_are_refused(values):
     _, (problem,) = combinations([f"a={values}"])
     assert "a=1,2,4" in problem
 

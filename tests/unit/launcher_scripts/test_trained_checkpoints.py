@@ -30,7 +30,7 @@ def test_a_run_without_a_folder_has_no_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("tracked", "whole"), [("200", [True, True]), ("100\n", [True, False]), ("x", [False, False])]
 )
-def test_megatron_names_the_last_finished_iteration(tmp_path, tracked: str, whole: list[bool]):
+def test_megatron_names_the_last_finished_iteration(tmp_path, tracked, whole):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "iter_0000200").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
@@ -96,7 +96,7 @@ IN_STEP = "policy/weights/iter_0000000"
     ],
 )  # fmt: skip
 def test_each_trainer_says_in_its_own_way_that_a_checkpoint_is_whole(
-    tmp_path, name: str, files: list[str], last: str, text: str, model: str
+    tmp_path, name, files, last, text, model
 ):
     folder = tmp_path / "checkpoint"
     touch(*(folder / name / each for each in files))

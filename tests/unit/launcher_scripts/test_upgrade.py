@@ -47,7 +47,7 @@ def config_of(*words: str) -> Any:
         ("{now:{},next:{export.accuracy.enabled:true}}", "enabled is the same for all rows"),
     ],
 )
-def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str):
+def test_rows_that_would_not_be_comparable_are_refused(rows, reported):
     (problem,) = problems_of_upgrade(config_of(f"++upgrade.rows={rows}"), ())
     assert reported in problem
 
@@ -61,7 +61,7 @@ def test_rows_that_would_not_be_comparable_are_refused(rows: str, reported: str)
         ("{deploy.engine:vllm}", False),
     ],
 )
-def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys: str, is_kept: bool):
+def test_keys_of_openais_protocol_are_for_rows_that_speak_it(keys, is_kept):
     common = "deploy.openai.port=9001"
     config = config_of(f"++upgrade.rows={{now:{keys}}}")
     found = command_lines_of_rows(config, ["action=upgrade", common, "deploy.drain_s=3"])
@@ -180,7 +180,7 @@ def test_rows_in_a_queue_are_judged_later(outcomes, tmp_path, capsys):
         "lambada_lastword.min=0.5",
     ],
 )
-def test_bounds_that_bound_nothing_are_refused(bound: str):
+def test_bounds_that_bound_nothing_are_refused(bound):
     config = config_of("++upgrade.rows={now:{},next:{}}", f"++upgrade.gate.{bound}")
     (problem,) = problems_of_upgrade(config, ())
     assert problem.startswith("upgrade.gate.lambada_last")
@@ -189,7 +189,7 @@ def test_bounds_that_bound_nothing_are_refused(bound: str):
 @pytest.mark.parametrize(
     "word", ["evaluate.output_dir=/tmp/one", "export.run.results_dir=/tmp/one", "deploy.keep=true"]
 )
-def test_rows_share_neither_a_folder_nor_a_server(word: str, tmp_path, capsys):
+def test_rows_share_neither_a_folder_nor_a_server(word, tmp_path, capsys):
     words = ["upgrade.rows={now:{},next:{}}", word]
     assert main([*SAMPLE, *words, f"base_results_dir={tmp_path}"]) == 2
     assert f"{word} " in capsys.readouterr().err.replace(":", " ")

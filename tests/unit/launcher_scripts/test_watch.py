@@ -66,7 +66,7 @@ def watch(tmp_path: Path, *more: str) -> tuple[int, dict[int, Watched]]:
     return status, state.watched
 
 
-def test_checkpoints_are_converted_in_order_and_only_once(tmp_path, run: Path, capsys):
+def test_checkpoints_are_converted_in_order_and_only_once(tmp_path, run, capsys):
     arrive(run, 20)
     arrive(run, 10)
     status, watched = watch(tmp_path, "watch.keep=0", "watch.parallel=2")
@@ -97,7 +97,7 @@ def test_a_run_that_does_not_exist_yet_is_named_and_what_no_checkpoint_could_men
     assert "stages names 'serve'" in said
 
 
-def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run: Path):
+def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run):
     torn = arrive(run, 10)
     torn.write_bytes(torn.read_bytes()[:3_000_000])
     arrive(run, 20)
@@ -114,9 +114,7 @@ def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path, run: Path):
     assert watch(tmp_path)[1][30].state == "gone"
 
 
-def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
-    tmp_path, run: Path, monkeypatch, capsys
-):
+def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(tmp_path, run, monkeypatch, capsys):
     looks = itertools.count()
 
     def find(folder: Path) -> list[TrainedCheckpoint]:
@@ -135,7 +133,7 @@ def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
     assert capsys.readouterr().out.count(trouble) == 1
 
 
-def test_failed_pipelines_are_started_again_a_bounded_number_of_times(tmp_path, run: Path):
+def test_failed_pipelines_are_started_again_a_bounded_number_of_times(tmp_path, run):
     arrive(run, 10)
     status, watched = watch(tmp_path, "+env_vars.PYTHONHOME=/nowhere", "watch.retries=1")
     assert status == 1
@@ -149,9 +147,7 @@ def test_failed_pipelines_are_started_again_a_bounded_number_of_times(tmp_path, 
         ({"convert": "failed", "evaluate": "cancelled"}, "waiting"),
     ],
 )
-def test_a_pipeline_that_a_user_cancels_is_not_started_again(
-    tmp_path, jobs: dict[str, str], state: str
-):
+def test_a_pipeline_that_a_user_cancels_is_not_started_again(tmp_path, jobs, state):
     """Unless another watch had begun it, or a job of it has failed."""
     config = compose_config(words(tmp_path, "cluster=bcm", "cluster_type=bcm")).config
     assert config is not None
@@ -169,7 +165,7 @@ def test_a_pipeline_that_a_user_cancels_is_not_started_again(
 
 
 @pytest.mark.soak
-def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(tmp_path, run: Path, soak: int):
+def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(tmp_path, run, soak):
     """A kill is not a failure of the pipeline: its attempt does not count."""
     moments, steps = random.Random(7), range(10, 10 + 20 * soak, 10)
     killed: set[str] = set()
@@ -199,7 +195,7 @@ def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(tmp_path, run
     )
 
 
-def test_a_pipeline_that_ended_unseen_is_taken_over(tmp_path, run: Path, capsys):
+def test_a_pipeline_that_ended_unseen_is_taken_over(tmp_path, run, capsys):
     """As by the last job of a watch that was killed: nothing is left to run."""
     checkpoint = arrive(run, 10)
     assert watch(tmp_path)[0] == 0
@@ -218,7 +214,7 @@ def test_a_pipeline_that_ended_unseen_is_taken_over(tmp_path, run: Path, capsys)
     assert read_record(results / "convert" / RECORD_NAME) == job
 
 
-def test_a_first_job_that_is_refused_is_a_failed_attempt(tmp_path, run: Path, monkeypatch, capsys):
+def test_a_first_job_that_is_refused_is_a_failed_attempt(tmp_path, run, monkeypatch, capsys):
     def refuse(*_: Any, **__: Any) -> None:
         raise SubmissionError("another command has submitted convert in the meantime")
 
@@ -229,7 +225,7 @@ def test_a_first_job_that_is_refused_is_a_failed_attempt(tmp_path, run: Path, mo
     assert "another command has submitted convert in the meantime" in watched[10].problem
 
 
-def test_wrong_configuration_is_refused_before_anything_is_waited_for(tmp_path, run: Path, capsys):
+def test_wrong_configuration_is_refused_before_anything_is_waited_for(tmp_path, run, capsys):
     arrive(run, 10)
     assert main(words(tmp_path, "export.model.tensor_model_parallel_size=3")) == 2
     assert "export.model.tensor_model_parallel_size=3" in capsys.readouterr().err
@@ -245,12 +241,12 @@ def test_wrong_configuration_is_refused_before_anything_is_waited_for(tmp_path, 
         "deploy.keep=true",
     ],
 )  # fmt: skip
-def test_a_setting_that_cannot_hold_for_every_checkpoint_is_refused(word: str, tmp_path, capsys):
+def test_a_setting_that_cannot_hold_for_every_checkpoint_is_refused(word, tmp_path, capsys):
     assert main(words(tmp_path, word)) == 2
     assert f"  - {word}" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_what_is_there_and_starts_nothing(tmp_path, run: Path, capsys):
+def test_a_dry_run_shows_what_is_there_and_starts_nothing(tmp_path, run, capsys):
     arrive(run, 10)
     assert main(words(tmp_path, "dry_run=true")) == 0
     assert "10    waiting" in capsys.readouterr().out
@@ -315,7 +311,7 @@ def for_one(config: Config, words: Sequence[str]) -> tuple[Config, dict[str, str
 
 
 def test_a_run_that_is_over_is_back_filled_coarse_to_fine_and_many_at_a_time(
-    tmp_path, run: Path, monkeypatch
+    tmp_path, run, monkeypatch
 ):
     steps = range(0, 1000, 10)
     for step in steps:
@@ -382,7 +378,7 @@ class ServedRun(FakeRun):
             self.note("deploy", "completed")
 
 
-def test_each_of_the_pipelines_at_a_time_keeps_one_server(tmp_path, run: Path, monkeypatch):
+def test_each_of_the_pipelines_at_a_time_keeps_one_server(tmp_path, run, monkeypatch):
     """One whose server ends begins with another; the checkpoint has lost no attempt by that."""
     for step in range(7):
         (run / f"checkpoint-{step}").mkdir()
@@ -436,9 +432,7 @@ def test_each_of_the_pipelines_at_a_time_keeps_one_server(tmp_path, run: Path, m
         (["convert", "deploy"], {"convert": "completed", "deploy": "failed"}, "deploy: no GPU"),
     ],
 )
-def test_a_pipeline_without_an_evaluation_has_failed(
-    tmp_path, jobs: list[str], records: dict[str, str], problem: str
-):
+def test_a_pipeline_without_an_evaluation_has_failed(tmp_path, jobs, records, problem):
     """With `watch.exchange` its server may stay, but not if nothing follows it."""
     config = compose_config(words(tmp_path, "watch.retries=0")).config
     assert config is not None
@@ -474,7 +468,7 @@ def test_servers_are_kept_only_where_others_may_ask_them(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", 0), ("newest", 20)])
-def test_the_order_of_checkpoints_is_chosen(tmp_path, order: str, first: int):
+def test_the_order_of_checkpoints_is_chosen(tmp_path, order, first):
     config = compose_config(words(tmp_path, f"watch.order={order}")).config
     assert config is not None
     watch = Watch(config, (), compose_config, Console())
@@ -507,9 +501,7 @@ def test_a_figure_that_no_report_has_is_named_and_ends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("higher", "best"), [(True, 1), (False, 0)])
-def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
-    tmp_path, higher: bool, best: int
-):
+def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(tmp_path, higher, best):
     state = judged(tmp_path, [0.2, 0.5, 0.4, 0.95], higher_is_better=higher)
     assert state.best == best
     named = json.loads(next(tmp_path.rglob("best.json")).read_text())
@@ -518,7 +510,7 @@ def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
     assert [path.is_dir() for path in kept] == [step == (3 if higher else 0) for step in range(4)]
 
 
-def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path, run: Path):
+def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path, run):
     """The state of a watch may be another one's: of a copied folder, or made by hand."""
     victim = tmp_path / "victim" / "model_repo"
     victim.mkdir(parents=True)
@@ -546,9 +538,7 @@ def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path, run: Pat
         (("f1", "ppl"), [], 2),  # the f1 is the same in all
     ],
 )
-def test_the_best_is_the_better_by_the_first_figure_that_differs(
-    tmp_path, gated: tuple[str, ...], words: list[str], best: int
-):
+def test_the_best_is_the_better_by_the_first_figure_that_differs(tmp_path, gated, words, best):
     state = judged(tmp_path, [], *words)
     state.gated = gated
     for step, (acc, ppl) in enumerate([(0.1, 98.0), (0.2, 74.0), (0.1, 71.0)]):

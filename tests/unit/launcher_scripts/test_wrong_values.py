@@ -99,7 +99,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name():
         max_size=40,
     )
 )
-def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]):
+def test_whatever_is_written_is_composed_or_named(words):
     typed = [f"{name}={value}" for name, value in words]
     arguments = read_arguments(typed)
     problems = [*arguments.problems, *compose_config(arguments.overrides).problems]
@@ -116,6 +116,6 @@ def test_whatever_is_written_is_composed_or_named(words: list[tuple[str, Any]]):
         ("stages='[deploy]'", "write 'stages=[deploy]'"),
     ],
 )
-def test_a_value_of_another_shape_is_refused_with_the_remedy(word: str, remedy: str):
+def test_a_value_of_another_shape_is_refused_with_the_remedy(word, remedy):
     (problem,) = compose_config([word]).problems
     assert remedy in problem

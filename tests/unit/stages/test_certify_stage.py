@@ -96,6 +96,6 @@ def test_what_is_missing_is_named_before_the_start(tmp_path):
         ({"token_file": Path("/nope")}, "certify.token_file "),
     ],
 )
-def test_server_that_cannot_be_asked_is_refused(tmp_path, options: dict[str, Any], key: str):
+def test_server_that_cannot_be_asked_is_refused(tmp_path, options, key):
     (problem,) = stage(tmp_path, tmp_path, tmp_path, **options).check()
     assert problem.startswith(key)

@@ -33,7 +33,7 @@ def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path):
     "repository",
     ["s3://user:hunter2@bucket/a", "s3://http://user:hunter2@store:9000/bucket/a"],
 )
-def test_password_in_an_address_is_refused_and_not_repeated(repository: str):
+def test_password_in_an_address_is_refused_and_not_repeated(repository):
     with pytest.raises(ValueError, match=r"deploy\.repository") as caught:
         _ = DeploySection(repository=repository).store
     assert "hunter2" not in str(caught.value)
@@ -48,9 +48,7 @@ def test_password_in_an_address_is_refused_and_not_repeated(repository: str):
         (("mpirun", "rsh"), ("mpirun", "-n", "1", "--allow-run-as-root")),
     ],
 )
-def test_mpirun_starts_the_server_where_it_can_run(
-    tmp_path, monkeypatch, programs: tuple[str, ...], prefix: tuple[str]
-):
+def test_mpirun_starts_the_server_where_it_can_run(tmp_path, monkeypatch, programs, prefix):
     for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name in programs:
@@ -90,9 +88,7 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path):
         (1800.0, None, "one job is enough for deploy.uptime=7-00:00:00"),
     ],
 )
-def test_the_chain_of_jobs_is_told_beforehand(
-    tmp_path, uptime_s: float, handover_s: float | None, said: str
-):
+def test_the_chain_of_jobs_is_told_beforehand(tmp_path, uptime_s, handover_s, said):
     config = DeployConfig(
         folder=tmp_path, model_name="m", uptime="7-00:00:00", uptime_s=uptime_s,
         handover_s=handover_s,
@@ -115,7 +111,7 @@ def test_chain_that_cannot_be_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])
-def test_what_is_neither_address_nor_host_is_refused(tmp_path, host: str):
+def test_what_is_neither_address_nor_host_is_refused(tmp_path, host):
     (problem,) = stage_of(
         DeployConfig(folder=tmp_path, model_name="m", host=host), tmp_path
     ).check()
@@ -129,9 +125,7 @@ def test_what_is_neither_address_nor_host_is_refused(tmp_path, host: str):
     ("engine", "nodes", "is_told"),
     [("pytorch", 2, False), ("fastertransformer", 1, False), ("fastertransformer", 2, True)],
 )
-def test_restarts_that_cannot_be_are_reported_beforehand(
-    tmp_path, engine: str, nodes: int, is_told: bool
-):
+def test_restarts_that_cannot_be_are_reported_beforehand(tmp_path, engine, nodes, is_told):
     config = DeployConfig(
         folder=tmp_path, model_name="m", engine=engine, nodes=nodes, max_restarts=3
     )

@@ -48,7 +48,7 @@ def test_an_address_that_is_published_meanwhile_is_not_withdrawn(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["[1]", '"x"', '{"unknown": 1}', '{"host": '])
-def test_what_holds_no_address_is_named_as_damaged(tmp_path, text: str):
+def test_what_holds_no_address_is_named_as_damaged(tmp_path, text):
     path = tmp_path / "endpoint.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DamagedFileError, match=r"endpoint\.json is damaged"):

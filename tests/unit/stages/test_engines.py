@@ -66,8 +66,8 @@ def test_a_good_configuration_has_no_problems(tmp_path):
         ({"folder": Path("/nowhere")}, "has no config.json"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, object], named: str, tmp_path):
-    (problem,) = check_deploy(replace(config(tmp_path), **changes))  # type: ignore[arg-type]
+def test_what_does_not_fit_is_named(changes, named, tmp_path):
+    (problem,) = check_deploy(replace(config(tmp_path), **changes))
     assert named in problem
 
 

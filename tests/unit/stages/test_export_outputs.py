@@ -42,9 +42,7 @@ def stage(tmp_path: Path, kind: str, **options: Any) -> ExportStage:
         ("bert", {}, []),
     ],
 )
-def test_models_follow_the_kind_of_checkpoint(
-    tmp_path, kind: str, options: dict[str, Any], around: list[str]
-):
+def test_models_follow_the_kind_of_checkpoint(tmp_path, kind, options, around):
     found = [path.parent.name for path in stage(tmp_path, kind, **options).outputs()]
     assert found == ["m", *around]
 

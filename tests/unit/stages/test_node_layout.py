@@ -22,9 +22,7 @@ from stages.node_layout import place
         (32, 1, 4, None),
     ],
 )
-def test_placement_is_the_one_of_the_guide(
-    tp_size: int, pp_size: int, nodes: int, devices: str | None
-):
+def test_placement_is_the_one_of_the_guide(tp_size, pp_size, nodes, devices):
     found = place(tp_size=tp_size, pp_size=pp_size, gpus_per_node=8)
     assert (found.nodes, found.visible_devices) == (nodes, devices)
     assert found.nodes * found.gpus_per_node == tp_size * pp_size
@@ -34,9 +32,7 @@ def test_placement_is_the_one_of_the_guide(
     ("tp_size", "pp_size", "on", "expected"),
     [(4, 3, 8, (2, 6)), (3, 3, 8, (3, 3)), (8, 1, 4, (2, 4)), (7, 2, 8, (2, 7)), (2, 1, 1, (2, 1))],
 )
-def test_ranks_are_spread_evenly_over_the_fewest_nodes(
-    tp_size: int, pp_size: int, on: int, expected: tuple[int, int]
-):
+def test_ranks_are_spread_evenly_over_the_fewest_nodes(tp_size, pp_size, on, expected):
     found = place(tp_size=tp_size, pp_size=pp_size, gpus_per_node=on)
     assert (found.nodes, found.gpus_per_node) == expected
 

@@ -61,7 +61,7 @@ def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "\0\0", "\xff", "{}", "[]", "7", '{"outputs": 3}'])
-def test_damaged_record_is_named(tmp_path, text: str):
+def test_damaged_record_is_named(tmp_path, text):
     path = tmp_path / "job.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); restore a copy, or"):
@@ -73,7 +73,7 @@ def test_damaged_record_is_named(tmp_path, text: str):
     ("key", "value"),
     [("log", 5), ("job_id", None), ("seconds", "x"), ("process", "7"), ("summary", [1])],
 )
-def test_record_with_a_value_of_another_type_is_named(tmp_path, key: str, value: object):
+def test_record_with_a_value_of_another_type_is_named(tmp_path, key, value):
     path = tmp_path / "job.json"
     write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": "x", key: value})
     with pytest.raises(DamagedFileError, match=rf"\({key}: Input .*; expected the record of a job"):
@@ -89,7 +89,7 @@ def test_record_with_a_value_of_another_type_is_named(tmp_path, key: str, value:
         {"submitted_at": "2026-01-01T00:00:00"},
     ],
 )
-def test_record_with_what_no_job_has_is_damaged(tmp_path, wrong: dict[str, str]):
+def test_record_with_what_no_job_has_is_damaged(tmp_path, wrong):
     path = tmp_path / "job.json"
     write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": RUNNING, **wrong})
     with pytest.raises(DamagedFileError, match=next(iter(wrong.values()))):

@@ -20,7 +20,7 @@ from stages import serving
     ],
 )
 def test_it_is_what_the_server_says_and_what_only_this_machine_can_read(
-    said: dict[str, str], published: dict[str, str], monkeypatch
+    said, published, monkeypatch
 ):
     monkeypatch.setattr(serving, "checkpoint_hash", lambda folder: f"of {folder.name}")
     config: Any = SimpleNamespace(weights_dir=Path("1-gpu"))

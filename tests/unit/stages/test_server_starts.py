@@ -102,7 +102,7 @@ def test_announcements_of_another_job_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("is_end", [True, False])
-def test_announcements_from_before_a_requeue_are_ignored(tmp_path, monkeypatch, is_end: bool):
+def test_announcements_from_before_a_requeue_are_ignored(tmp_path, monkeypatch, is_end):
     if is_end:
         ServerStart("7", 0).announce(tmp_path)
     else:
@@ -117,7 +117,7 @@ def test_announcements_from_before_a_requeue_are_ignored(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("number", "name"), [(9, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")]
 )
-def test_a_part_that_is_killed_leaves_word_of_it(number: int, name: str, tmp_path, monkeypatch):
+def test_a_part_that_is_killed_leaves_word_of_it(number, name, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)

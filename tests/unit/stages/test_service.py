@@ -94,9 +94,7 @@ def test_server_that_should_end_while_it_loads_anew_finishes_its_requests(tmp_pa
 
 
 @pytest.mark.parametrize(("steady_s", "starts"), [(600.0, 3), (0.0, 8)])
-def test_failures_before_sound_service_are_forgotten(
-    steady_s: float, starts: int, tmp_path, monkeypatch
-):
+def test_failures_before_sound_service_are_forgotten(steady_s, starts, tmp_path, monkeypatch):
     servers: list[FakeServer] = []
 
     class Failing(FakeServer):
@@ -171,7 +169,7 @@ def test_server_stays_where_a_damaged_repository_stops_a_reload(tmp_path, monkey
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_of_a_named_repository_go_into_the_server_or_into_a_new_one(
-    fails: bool, tmp_path, monkeypatch
+    fails, tmp_path, monkeypatch
 ):
     """A server that does not take them is started again with them: no failure of its own."""
     asked: list[tuple[str, bool]] = []
@@ -277,7 +275,7 @@ def test_progress_that_cannot_be_written_ends_no_work(tmp_path):
 
 @pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7\n", True)])
 def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
-    tmp_path, monkeypatch, for_job: str, ends: bool
+    tmp_path, monkeypatch, for_job, ends
 ):
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     serves = ServerEndpoint("here", 1, 2, 3, "m", None, "6", 1, 1, "now")
@@ -290,9 +288,7 @@ def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("uptime_s", [None, 9e9])
-def test_what_is_no_request_and_no_address_ends_no_server(
-    uptime_s: float | None, tmp_path, monkeypatch
-):
+def test_what_is_no_request_and_no_address_ends_no_server(uptime_s, tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     server, looks = FakeServer(tmp_path / "log"), itertools.count()
 
@@ -332,7 +328,7 @@ def test_pause_before_the_next_of_very_many_starts_has_a_limit(tmp_path, monkeyp
 
 @pytest.mark.parametrize(("failure", "ended"), [("", "no longer needed"), ("lost", "stopped")])
 def test_signal_while_a_server_stops_makes_no_other_end_of_it(
-    tmp_path, monkeypatch, failure: str, ended: str
+    tmp_path, monkeypatch, failure, ended
 ):
     class Server(FakeServer):
         def failure(self) -> str | None:  # type: ignore[override]

@@ -76,7 +76,7 @@ def asked(tmp_path: Path, server: Server, **changes: Any) -> Iterator[EvaluateSt
         yield stage
 
 
-def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path, server: Server):
+def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path, server):
     server.publish(OTHERS)
     request = server.folder / RELOAD_NAME
 
@@ -98,7 +98,7 @@ def test_the_server_is_asked_for_the_weights_of_this_run(tmp_path, server: Serve
 
 
 @pytest.mark.parametrize("later", ["other", "nothing", ""])
-def test_answers_of_other_weights_are_no_report(tmp_path, server: Server, later: str):
+def test_answers_of_other_weights_are_no_report(tmp_path, server, later):
     server.publish(MINE)
     server.says = ["mine", later]
     with pytest.raises(NotEvaluatedError, match=r"this run's are mine"), asked(tmp_path, server):
@@ -106,7 +106,7 @@ def test_answers_of_other_weights_are_no_report(tmp_path, server: Server, later:
     assert not (tmp_path / "report" / "report.json").exists()
 
 
-def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path, server: Server):
+def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path, server):
     server.publish(MINE)
     with pytest.raises(StageError, match="breached"), asked(tmp_path, server):
         raise StageError("breached", exit_code=3)
@@ -119,7 +119,7 @@ def test_a_breached_gate_of_other_weights_is_no_verdict(tmp_path, server: Server
     assert not (tmp_path / "report" / "report.json").exists()
 
 
-def test_a_server_that_another_evaluation_asks_is_left_alone(tmp_path, server: Server):
+def test_a_server_that_another_evaluation_asks_is_left_alone(tmp_path, server):
     server.publish(OTHERS)
     with (
         folder_lock(server.folder / ".in_use.lock", "busy"),
@@ -130,7 +130,7 @@ def test_a_server_that_another_evaluation_asks_is_left_alone(tmp_path, server: S
     assert not (server.folder / RELOAD_NAME).exists()
 
 
-def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(tmp_path, server: Server):
+def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(tmp_path, server):
     server.publish(OTHERS)
     text = r"has not loaded .*/mine within deploy\.ready_timeout_s=0\.1 s"
     with (
@@ -149,9 +149,7 @@ def test_a_server_that_does_not_take_the_weights_is_waited_for_so_long(tmp_path,
         ({"nodes": 2}, "a model over 2 nodes: "),
     ],
 )
-def test_servers_whose_weights_cannot_be_exchanged_are_refused_by_name(
-    changes: dict[str, Any], text: str
-):
+def test_servers_whose_weights_cannot_be_exchanged_are_refused_by_name(changes, text):
     (problem,) = problems_of_exchange(DeployConfig(folder=Path(), model_name="m", **changes))
     assert problem.startswith(text)
     assert problem.endswith("use deploy.server=slipway on one node, or watch.exchange=false.")

@@ -83,13 +83,13 @@ def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any)
     return EvaluateStage(job, options, server(tmp_path), **changes)
 
 
-def test_stages_can_be_pickled(stage: CopyStage, tmp_path):
+def test_stages_can_be_pickled(stage, tmp_path):
     for each in (evaluation(tmp_path), DeployStage(stage.job, server(tmp_path))):
         again = pickle.loads(pickle.dumps(each))
         assert again.identity() == each.identity()
 
 
-def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage):
+def test_marker_distinguishes_finished_work_from_missing(stage):
     assert stage.finding().marker is None
     summary = stage()
     assert stage.finding().marker is not None
@@ -98,7 +98,7 @@ def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage):
     assert summary == {"size_bytes": 3}
 
 
-def test_other_configuration_is_named_with_both_values(stage: CopyStage):
+def test_other_configuration_is_named_with_both_values(stage):
     stage()
     stage.mode = "fancy"
     finding = stage.finding()
@@ -107,14 +107,14 @@ def test_other_configuration_is_named_with_both_values(stage: CopyStage):
     assert str(stage.target) in finding.problems[0]
 
 
-def test_changed_input_makes_unguarded_work_missing(stage: CopyStage):
+def test_changed_input_makes_unguarded_work_missing(stage):
     stage()
     stage.source.write_text("another")
     assert stage.finding().marker is None
     assert stage.finding().changes == [f"{stage.source} has changed since"]
 
 
-def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage: CopyStage, tmp_path):
+def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage, tmp_path):
     stage.source = tmp_path / "folder"
     stage.source.mkdir()
     for name, seconds in (("weights", 20), ("tokenizer", 30)):
@@ -127,7 +127,7 @@ def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(stage: CopySt
     assert stage.finding().changes == [f"{stage.source} has changed since"]
 
 
-def test_changed_input_of_guarded_work_is_a_conflict(stage: CopyStage, monkeypatch):
+def test_changed_input_of_guarded_work_is_a_conflict(stage, monkeypatch):
     stage()
     stage.source.write_text("another")
     monkeypatch.setattr(CopyStage, "guards_inputs", True)
@@ -139,14 +139,14 @@ NO_INPUTS = '{"finished_at": "now", "identity": {}, "inputs": 5, "summary": {}}'
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{", NO_INPUTS])
-def test_marker_that_is_damaged_is_named(stage: CopyStage, text: str):
+def test_marker_that_is_damaged_is_named(stage, text):
     stage()
     stage.marker_path().write_text(text)
     with pytest.raises(DamagedFileError, match=r"target\.json is damaged"):
         stage.finding()
 
 
-def test_marker_is_written_last(stage: CopyStage):
+def test_marker_is_written_last(stage):
     stage.source.unlink()
     with pytest.raises(StageError):
         stage()
@@ -179,12 +179,12 @@ def test_record_from_a_newer_version_can_be_read(tmp_path):
     assert found.state == "running"
 
 
-def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage: CopyStage):
+def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage):
     step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     assert run_in_step(stage, step, folder=stage.job.folder / "step") == {"size_bytes": 3}
 
 
-def test_failure_inside_a_step_keeps_its_words(stage: CopyStage):
+def test_failure_inside_a_step_keeps_its_words(stage):
     stage.source.unlink()
     step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     with pytest.raises(StageError, match=r"source\.txt is gone") as caught:
@@ -192,7 +192,7 @@ def test_failure_inside_a_step_keeps_its_words(stage: CopyStage):
     assert caught.value.summary == {"tried": 1}
 
 
-def test_step_without_a_result_names_its_command(stage: CopyStage):
+def test_step_without_a_result_names_its_command(stage):
     with pytest.raises(StageError, match=r"ended with status 1 and without a result.*false"):
         run_in_step(stage, JobStep(("false",)), folder=stage.job.folder / "step")
 
@@ -217,7 +217,7 @@ def test_step_without_a_result_names_its_command(stage: CopyStage):
         ),
     ],
 )
-def test_server_configuration_is_checked(tmp_path, changes: dict[str, Any], text: str):
+def test_server_configuration_is_checked(tmp_path, changes, text):
     (problem,) = check_deploy(server(tmp_path, **changes))
     assert text in problem
 
@@ -238,13 +238,13 @@ def test_server_is_never_finished_earlier(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["here", "host:", ":80", "host:99999", "http://host:80x"])
-def test_address_of_a_server_has_a_host_and_a_port(tmp_path, text: str):
+def test_address_of_a_server_has_a_host_and_a_port(tmp_path, text):
     (problem,) = [each for each in evaluation(tmp_path, server_url=text).check() if text in each]
     assert "write host:port" in problem
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_evaluation_waits_for_the_published_address_only_so_long(tmp_path, is_stale: bool):
+def test_evaluation_waits_for_the_published_address_only_so_long(tmp_path, is_stale):
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
     if is_stale:
         write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "running"))

@@ -16,9 +16,7 @@ from stages.step import check_place
         (2, "pmix", "has no PMIX_RANK: cluster.mpi=pmix does not reach it"),
     ],
 )
-def test_rank_that_is_alone_or_without_its_mpi_says_so(
-    monkeypatch, ranks: int, mpi: str, reported: str
-):
+def test_rank_that_is_alone_or_without_its_mpi_says_so(monkeypatch, ranks, mpi, reported):
     monkeypatch.delenv("PMIX_RANK", raising=False)
     place = LaunchEnvironment(rank=1, world_size=2)
     with pytest.raises(StageError, match=reported):

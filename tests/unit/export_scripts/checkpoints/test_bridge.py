@@ -99,7 +99,7 @@ def write_bridge(
 
 @pytest.mark.parametrize("form", ["provider", "config"])
 @pytest.mark.parametrize("named", ["checkpoint", "run", "older run"])
-def test_checkpoints_become_the_classic_folder(state: Tensors, tmp_path, form: str, named: str):
+def test_checkpoints_become_the_classic_folder(state, tmp_path, form, named):
     run = tmp_path / "run"
     source = write_bridge(run, state, MODEL if form == "provider" else nested(MODEL))
     write_bridge(run, {name: 0 * tensor for name, tensor in state.items()}, step=3)
@@ -121,7 +121,7 @@ def test_checkpoints_become_the_classic_folder(state: Tensors, tmp_path, form: s
     assert all(found[name] == data for name, data in expected.items() if name.endswith(".bin"))
 
 
-def test_positions_are_scaled_by_a_stated_factor_alone(state: Tensors, tmp_path):
+def test_positions_are_scaled_by_a_stated_factor_alone(state, tmp_path):
     """Its default differs between Bridge's classes; the others' names are not Bridge's."""
     scaled = MODEL | {"rope_scaling": True, "scale_factor": 4.0, "low_freq_factor": 2.0}
     run = write_bridge(tmp_path / "lacking", state, scaled)
@@ -176,7 +176,7 @@ def test_biased_decoders_with_learned_positions_are_gpts(tmp_path):
     )
 
 
-def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path):
+def test_every_setting_that_does_not_fit_is_named(state, tmp_path):
     changed = MODEL | {
         "_target_": "megatron.bridge.models.glm.glm45_provider.GLMMoEModelProvider",
         "qk_layernorm": True,
@@ -215,7 +215,7 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path):
         ("num_moe_experts", ["x"]),
     ],
 )
-def test_a_malformed_setting_is_named(state: Tensors, tmp_path, key: str, value: Any):
+def test_a_malformed_setting_is_named(state, tmp_path, key, value):
     source = write_bridge(tmp_path / "run", state, MODEL | {key: value})
     (problem,) = refusal(source, tmp_path).split("\n")
     word = "number of experts" if key == "num_moe_experts" else key
@@ -226,9 +226,7 @@ def test_a_malformed_setting_is_named(state: Tensors, tmp_path, key: str, value:
     ("provider", "layers"),
     [("Gemma2ModelProvider9B", "default_layer_spec"), ("GPTModelProvider", "gemma2_layer_spec")],
 )
-def test_layers_of_another_class_of_models_are_refused(
-    state: Tensors, tmp_path, provider: str, layers: str
-):
+def test_layers_of_another_class_of_models_are_refused(state, tmp_path, provider, layers):
     changed = MODEL | {
         "_target_": f"x.{provider}",
         "transformer_layer_spec": {"_target_": f"x.{layers}", "_call_": False},
@@ -237,7 +235,7 @@ def test_layers_of_another_class_of_models_are_refused(
     assert f"transformer_layer_spec = {layers}: custom layers" in text
 
 
-def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path):
+def test_nothing_that_the_settings_name_is_run(state, tmp_path):
     mark = tmp_path / "ran"
     evil = {"_target_": "os.system", "_args_": [f"touch {mark}"], "_call_": True}
     source = write_bridge(tmp_path / "run", state, MODEL | {"init_method": evil})
@@ -250,7 +248,7 @@ def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path):
     assert not mark.exists()
 
 
-def test_unfinished_runs_are_refused(state: Tensors, tmp_path):
+def test_unfinished_runs_are_refused(state, tmp_path):
     run = tmp_path / "run"
     source = write_bridge(run, state)
     (source / ".metadata").rename(source / "kept")
@@ -264,7 +262,7 @@ def test_unfinished_runs_are_refused(state: Tensors, tmp_path):
     assert "does not say how many steps" in refusal(run, tmp_path)
 
 
-def test_tiktoken_s_vocabulary_becomes_a_tokenizer(state: Tensors, tmp_path):
+def test_tiktoken_s_vocabulary_becomes_a_tokenizer(state, tmp_path):
     source = write_bridge(tmp_path / "run", state)
     tokenizer = {"tokenizer_type": "TikTokenizer", "vocab_size": 264}
     settings = {**tokenizer, "tiktoken_num_special_tokens": 8}

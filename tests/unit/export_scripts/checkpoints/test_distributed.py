@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import resource
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def classic(state: Tensors, tmp_path: Path, tp_size: int = 1) -> dict[str, bytes
     [{"prefix": "module."}, {"stacked": False, "prefix": "model.module."}, {"cut": False}],
     ids=["stacked", "by layer", "uncut"],
 )
-def test_every_form_gives_the_classic_folder(state, tmp_path, form: dict[str, Any]):
+def test_every_form_gives_the_classic_folder(state, tmp_path, form):
     source = write(tmp_path / "iter_0000007", state, **form)
     for tp_size in (1, 2):
         found = contents(converted(source, tmp_path / "out", tp_size))
@@ -150,7 +150,7 @@ def test_arguments_may_lie_in_the_index(state, tmp_path):
 
 
 @pytest.mark.parametrize("common", [True, False])
-def test_torch_may_have_saved_it_alone(state, tmp_path, common: bool):
+def test_torch_may_have_saved_it_alone(state, tmp_path, common):
     """As Megatron-FSDP does: arguments are objects of the index, and metadata.json is not there."""
     apart = dict(state)
     for layer in range(2):
@@ -191,7 +191,7 @@ def test_the_latest_iteration_of_a_run_is_taken(state, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tar", "gzip", "folder", "weights of the folder"])
-def test_nemo_archives_hold_distributed_weights(state, tmp_path, kind: str):
+def test_nemo_archives_hold_distributed_weights(state, tmp_path, kind):
     folder = tmp_path / "unpacked"
     write(folder / "model_weights", state, prefix="model.", common={"step": 1})
     write_json(folder / "model_config.yaml", CORE)
@@ -231,7 +231,7 @@ def write_nemo2(folder: Path, state: Tensors, *, stacked: bool = True, **changes
 
 
 @pytest.mark.parametrize("named", ["", "weights"])
-def test_nemo_2_checkpoints_become_folders(state, tmp_path, named: str):
+def test_nemo_2_checkpoints_become_folders(state, tmp_path, named):
     source = write_nemo2(tmp_path / "model-last", state) / named
     ft = FTReader(converted(source, tmp_path / "out", 2))
     config = ft.config
@@ -311,9 +311,7 @@ def test_a_checkpoint_without_sizes_is_refused(state, tmp_path):
         ),
     ],
 )
-def test_damaged_torch_dist_folders_are_refused(
-    state, tmp_path, name: str, damage: Callable[[bytes], bytes] | None, words: str
-):
+def test_damaged_torch_dist_folders_are_refused(state, tmp_path, name, damage, words):
     source = write(tmp_path / "iter_0000007", state)
     file = source / name
     if damage is None:

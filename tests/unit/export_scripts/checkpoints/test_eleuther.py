@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,9 +63,7 @@ def test_step_folder_itself_is_accepted(tmp_path):
         ("layer_03-model_01", "layer_03-model_99", r"lacks .* and \d+ more$"),
     ],
 )
-def test_files_of_missing_or_impossible_ranks_are_named(
-    file: str, renamed: str, words: str, tmp_path
-):
+def test_files_of_missing_or_impossible_ranks_are_named(file, renamed, words, tmp_path):
     step = write_layers(tmp_path)
     (step / f"{file}-model_states.pt").rename(step / f"{renamed}-model_states.pt")
     with pytest.raises(CheckpointMismatchError, match=words):
@@ -82,7 +79,7 @@ def test_files_of_missing_or_impossible_ranks_are_named(
     ],
 )
 def test_missing_ranks_and_layers_contradict_the_configuration_or_the_rest(
-    form: dict[str, Any], setting: str, words: str, tmp_path
+    form, setting, words, tmp_path
 ):
     write_layers(tmp_path, **form)
     (tmp_path / "configs").mkdir()
@@ -103,7 +100,7 @@ def test_ranks_with_different_keys_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"), [("a: [", "is not YAML"), ("- a", "is not a table"), ("# empty", "")]
 )
-def test_configuration_that_is_not_a_table_is_refused(text: str, reason: str, tmp_path):
+def test_configuration_that_is_not_a_table_is_refused(text, reason, tmp_path):
     write_layers(tmp_path)
     path = tmp_path / "configs" / "20B.yml"
     path.parent.mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def values(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_single_and_indexed_files_read_alike(tmp_path, suffix: str, indexed: bool):
+def test_single_and_indexed_files_read_alike(tmp_path, suffix, indexed):
     stem = "model" if suffix == "safetensors" else "pytorch_model"
     files = {f"{stem}.{suffix}": TENSORS}
     if indexed:
@@ -96,7 +95,7 @@ BOTH = {"a": "model-1.safetensors", "b.c": "model-2.safetensors"}
          "'m10001', 'm10002' and 49992 more"),
     ],
 )  # fmt: skip
-def test_every_name_of_an_index_that_is_no_shard_is_refused(tmp_path, names: list[Any], shown: str):
+def test_every_name_of_an_index_that_is_no_shard_is_refused(tmp_path, names, shown):
     path = indexed(tmp_path / "m", {**BOTH, **{f"t{i}": name for i, name in enumerate(names)}})
     with pytest.raises(CheckpointMismatchError) as caught:
         values(path)
@@ -106,7 +105,7 @@ def test_every_name_of_an_index_that_is_no_shard_is_refused(tmp_path, names: lis
 
 
 @pytest.mark.parametrize("weight_map", [{}, ["model-1.safetensors"], None])
-def test_an_index_without_tensors_is_refused(tmp_path, weight_map: Any):
+def test_an_index_without_tensors_is_refused(tmp_path, weight_map):
     with pytest.raises(CheckpointMismatchError, match="has no weight_map of tensors; copy it"):
         values(indexed(tmp_path / "m", weight_map))
 
@@ -137,9 +136,7 @@ def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("indexed", [False, True])
-def test_what_wrapped_the_model_or_a_layer_is_not_a_part_of_names(
-    tmp_path, wrapped: str, indexed: bool
-):
+def test_what_wrapped_the_model_or_a_layer_is_not_a_part_of_names(tmp_path, wrapped, indexed):
     files = {"model-1.safetensors": {wrapped: TENSORS["b.c"]}}
     if indexed:
         files |= {"model.safetensors.index.json": index_of(files)}
@@ -147,7 +144,7 @@ def test_what_wrapped_the_model_or_a_layer_is_not_a_part_of_names(
 
 
 @pytest.mark.parametrize("place", ["header", "index"])
-def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path, place: str):
+def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path, place):
     """save_model names tied tensors that it leaves out in the header; in shards, the index does."""
     aliases = {"format": "pt", "tied": "a"}
     path = folder(tmp_path / "m", {})
@@ -230,7 +227,7 @@ def framed(header: bytes, size: int = 12) -> bytes:
         ),
     ],
 )  # fmt: skip
-def test_a_file_that_safetensors_refuses_is_refused(tmp_path, data: bytes):
+def test_a_file_that_safetensors_refuses_is_refused(tmp_path, data):
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(CheckpointMismatchError, match=rf"^{path} is truncated or damaged"):
@@ -246,7 +243,7 @@ def test_a_file_that_safetensors_refuses_is_refused(tmp_path, data: bytes):
     ],
     ids=["cut off", "more at the end", "more in between"],
 )
-def test_a_file_of_another_length_is_reported(tmp_path, change: Callable[[bytes], bytes]):
+def test_a_file_of_another_length_is_reported(tmp_path, change):
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointMismatchError, match=r"m/model\.safetensors is truncated"):
@@ -263,9 +260,7 @@ def test_a_file_of_another_length_is_reported(tmp_path, change: Callable[[bytes]
     ],
 )
 @pytest.mark.parametrize("configured", [True, False])
-def test_weights_in_another_form_are_named_with_the_remedy(
-    tmp_path, name: str, words: str, configured: bool
-):
+def test_weights_in_another_form_are_named_with_the_remedy(tmp_path, name, words, configured):
     path = folder(tmp_path / "m", {})
     (path / name).write_bytes(b"x")
     if not configured:
@@ -289,7 +284,7 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_a_table_that_is_far_too_large_is_not_read(tmp_path, name: str):
+def test_a_table_that_is_far_too_large_is_not_read(tmp_path, name):
     path = folder(tmp_path / "m", {"part.safetensors": TENSORS})
     with (path / name).open("wb") as file:
         file.truncate(1 << 40)
@@ -344,14 +339,12 @@ def cache(root: Path, *names: str, main: str | None = None) -> Path:
     ("names", "main", "taken"),
     [(("a",), None, "a"), (("a",), "gone", "a"), (("a", "b"), "b", "b"), (("a", "b"), "a\n", "a")],
 )
-def test_root_of_a_cache_stands_for_its_main_or_only_snapshot(
-    tmp_path, names: tuple[str, ...], main: str | None, taken: str
-):
+def test_root_of_a_cache_stands_for_its_main_or_only_snapshot(tmp_path, names, main, taken):
     assert set(values(cache(tmp_path / "models--org--name", *names, main=main))) == {taken}
 
 
 @pytest.mark.parametrize("main", [None, "gone", "../../elsewhere"])
-def test_root_of_a_cache_with_several_snapshots_names_them(tmp_path, main: str | None):
+def test_root_of_a_cache_with_several_snapshots_names_them(tmp_path, main):
     root = cache(tmp_path / "models--org--name", "a", "b", main=main)
     with pytest.raises(ValueError, match="give a snapshot in it") as caught:
         open_checkpoint(root)
@@ -363,7 +356,7 @@ def test_root_of_a_cache_with_several_snapshots_names_them(tmp_path, main: str |
     [torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "step": 1}, [torch.ones(2)]],
     ids=["module", "module in a state", "list"],
 )
-def test_a_whole_module_is_refused_with_the_remedy(tmp_path, content: Any):
+def test_a_whole_module_is_refused_with_the_remedy(tmp_path, content):
     path = folder(tmp_path / "m", {"pytorch_model.bin": content})
     with pytest.raises(CheckpointMismatchError, match=r"bin holds no tensors by name.*state_dict"):
         values(path)

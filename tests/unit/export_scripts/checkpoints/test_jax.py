@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_other_folders_are_not_a_release(tmp_path):
         ({"arrays": ARRAYS - 1}, "", f"shard_0 holds {ARRAYS - 1} arrays"),
     ],
 )
-def test_missing_parts_are_named(form: dict[str, int], lost: str, words: str, tmp_path):
+def test_missing_parts_are_named(form, lost, words, tmp_path):
     step = write_release(tmp_path, **form)
     if lost:
         (step / lost).unlink()
@@ -110,7 +109,7 @@ def test_cut_off_file_is_named(tmp_path):
     ],
     ids=["objects", "compressed"],
 )
-def test_arrays_of_other_forms_are_refused(write: Any, array: np.ndarray, words: str, tmp_path):
+def test_arrays_of_other_forms_are_refused(write, array, words, tmp_path):
     step = tmp_path / "step_1" / "shard_0"
     step.mkdir(parents=True)
     write(step / "0.npz", array)
@@ -130,7 +129,7 @@ def test_arrays_of_other_forms_are_refused(write: Any, array: np.ndarray, words:
     ],
     ids=["a table", "a sum", "signs", "cut off", "indented", "arrays in an array"],
 )
-def test_headers_of_something_else_are_refused(tmp_path, header: bytes, reported: str):
+def test_headers_of_something_else_are_refused(tmp_path, header, reported):
     step = write_release(tmp_path, shards=1, parts=1)
     with zipfile.ZipFile(step / "shard_0" / "0.npz", "w") as archive:
         length = len(header).to_bytes(2, "little")

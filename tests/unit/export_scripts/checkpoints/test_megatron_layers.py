@@ -113,7 +113,7 @@ def write_parts(
 
 
 @pytest.mark.parametrize("depths", [(1, 1, 1, 1), (2, 1, 0, 1), (0, 1, 3, 0)])
-def test_parts_of_an_interleaved_schedule_are_put_in_order(state, tmp_path, depths: Sequence[int]):
+def test_parts_of_an_interleaved_schedule_are_put_in_order(state, tmp_path, depths):
     """Uneven parts are those of --pipeline-model-parallel-layout and of shorter ends."""
     source = write_parts(tmp_path / "run", state, depths, 2)
     assert contents(converted(source, tmp_path / "out", TP)) == classic(state, tmp_path)
@@ -138,7 +138,7 @@ def write_hybrid(folder: Path, tensors: Tensors, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(state, tmp_path, prefix: str):
+def test_a_hybrid_model_of_a_decoder_s_layers_is_a_decoder(state, tmp_path, prefix):
     """Stages do not matter, and what predicts further tokens is left out."""
     tensors = hybrid(state) | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 4)}
     pattern = "*-*-|*-*-/*-/*-"
@@ -209,9 +209,7 @@ def test_a_hybrid_model_of_megatron_bridge_is_a_decoder(state, tmp_path):
         ({"spec": ["mine", "my_stack_spec"]}, "spec = ['mine', 'my_stack_spec']"),
     ],
 )
-def test_other_hybrid_models_are_refused_by_name(
-    state, tmp_path, changes: dict[str, Any], words: str
-):
+def test_other_hybrid_models_are_refused_by_name(state, tmp_path, changes, words):
     source = write_hybrid(tmp_path / "iter_0000007", hybrid(state), **changes)
     assert words in refusal(source, tmp_path)
 
@@ -240,9 +238,9 @@ def test_layers_of_another_kind_than_the_pattern_says_are_refused(state, tmp_pat
 def test_settings_of_each_layer_are_those_of_attention(
     state,
     tmp_path,
-    settings: dict[str, Any],
-    windows: tuple[int, ...] | None,
-    rotary: tuple[int, ...] | None,
+    settings,
+    windows,
+    rotary,
 ):
     source = write_hybrid(tmp_path / "iter_0000007", hybrid(state), **settings)
     config = FTReader(converted(source, tmp_path / "out", TP)).config
@@ -278,7 +276,7 @@ LEGACY = {
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "norm"])
-def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path, norm: str):
+def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path, norm):
     source = write_parts(tmp_path / "run", state, (2, 2), 2)
     for file in source.glob("*/*.pt"):
         content = torch.load(file, weights_only=False)
@@ -288,7 +286,7 @@ def test_a_llama_in_the_names_before_megatron_core_is_a_decoder(state, tmp_path,
 
 
 @pytest.mark.parametrize("activation", ["fast-swiglu", "swiglu"])
-def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(state, tmp_path, activation: str):
+def test_a_llama_of_nemo_before_megatron_core_is_a_decoder(state, tmp_path, activation):
     """Only one of its spellings of a gate keeps both halves in one tensor."""
     tensors = renamed(state, LEGACY)
     if activation == "swiglu":

@@ -34,7 +34,7 @@ def norm_of(path: Path, name: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["gpt--step=100.ckpt", "gpt--step=100", "*step=100*"])
-def test_weights_of_a_run_are_chosen_by_name_or_pattern(tmp_path, name: str):
+def test_weights_of_a_run_are_chosen_by_name_or_pattern(tmp_path, name):
     run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
     assert norm_of(run, name) == gpt_tensors(seed=0)[NORM].tolist()
     for last in (None, "latest"):
@@ -61,7 +61,7 @@ def test_archives_of_a_folder_are_chosen_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt.nemo", "g*", None])
-def test_a_check_unpacks_no_large_archive(tmp_path, name: str | None, monkeypatch):
+def test_a_check_unpacks_no_large_archive(tmp_path, name, monkeypatch):
     """However it is named: that takes minutes, in which the command seems to hang."""
     (tmp_path / "source").mkdir()
     source = write_nemo(tmp_path / "source/gpt.nemo", gzip=True)

@@ -35,7 +35,7 @@ def save(path: Path, value: Any, *, legacy: bool = False) -> Path:
     "dtype",
     [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8],
 )
-def test_tensors_come_out_as_torch_loads_them(tmp_path, legacy: bool, dtype: torch.dtype):
+def test_tensors_come_out_as_torch_loads_them(tmp_path, legacy, dtype):
     tensor = (torch.arange(35).reshape(5, 7) * 3).to(dtype)
     tree = read_torch_file(save(tmp_path / "x.pt", {"a": {"b": tensor}}, legacy=legacy))
     assert torch.equal(loaded(tree["a"]["b"]), tensor)
@@ -43,7 +43,7 @@ def test_tensors_come_out_as_torch_loads_them(tmp_path, legacy: bool, dtype: tor
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_views_keep_their_strides_and_offsets(tmp_path, legacy: bool):
+def test_views_keep_their_strides_and_offsets(tmp_path, legacy):
     base = torch.arange(60.0).reshape(6, 10)
     views = {
         "t": base.t(),
@@ -127,9 +127,7 @@ class Reduced:
         (pickle.loads, (b"N.",), ".loads"),
     ],
 )
-def test_a_pickle_that_names_a_function_is_refused_by_name(
-    tmp_path, legacy: bool, function: Any, args: tuple[Any, ...], name: str
-):
+def test_a_pickle_that_names_a_function_is_refused_by_name(tmp_path, legacy, function, args, name):
     filled = tuple(a.format(tmp_path) if isinstance(a, str) else a for a in args)
     path = save(
         tmp_path / "x.pt", {"w": torch.ones(1), "e": Reduced(function, filled)}, legacy=legacy
@@ -173,9 +171,7 @@ def test_objects_with_slots_keep_their_own_values(tmp_path):
 
 
 @pytest.mark.parametrize("state", [b"h\x00", b"h\x00h\x01\x86"])
-def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
-    tmp_path, state: bytes
-):
+def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(tmp_path, state):
     """Each of 50,000 objects has the same 10,000 attributes, or as many slots, too."""
     table = b"}(" + b"".join(b"J%sN" % struct.pack("<I", i) for i in range(10_000)) + b"u"
     tables = table + b"q\x000" + table.replace(b"N", b"\x88") + b"q\x010"
@@ -188,7 +184,7 @@ def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
     "target",
     [b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nSize\n", b"]", b"ctorch\nFloatStorage\n"],
 )
-def test_a_pickle_that_changes_our_own_objects_is_refused(tmp_path, target: bytes):
+def test_a_pickle_that_changes_our_own_objects_is_refused(tmp_path, target):
     """BUILD with a dict sets attributes of whatever lies on the stack."""
     change = b"}U\x0c__defaults__Nsb."
     with pytest.raises(CheckpointMismatchError, match="is refused: its pickle changes a"):
@@ -277,7 +273,7 @@ def test_a_storage_shorter_than_stated_is_reported(tmp_path):
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("kept", [0.2, 0.6, 0.95])
-def test_a_truncated_file_is_reported(tmp_path, legacy: bool, kept: float):
+def test_a_truncated_file_is_reported(tmp_path, legacy, kept):
     path = save(tmp_path / "x.pt", {"w": torch.ones(5000)}, legacy=legacy)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
@@ -346,7 +342,7 @@ NESTED = b")" + b"2\x86" * 24
         (b"\x80\x02", "EOFError"),
     ],
 )  # fmt: skip
-def test_a_pickle_that_would_keep_its_reader_busy_is_refused(tmp_path, data: bytes, reported: str):
+def test_a_pickle_that_would_keep_its_reader_busy_is_refused(tmp_path, data, reported):
     path = zip_with(tmp_path / "x.pt", data)
     with pytest.raises(CheckpointMismatchError, match=reported) as caught:
         read_torch_file(path)

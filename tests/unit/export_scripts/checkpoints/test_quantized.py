@@ -229,7 +229,7 @@ def quantised(original: Path, folder: Path, form: str) -> tuple[Path, Tensors]:
 
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_weights_are_widened_by_the_library_s_formula(form: str, kind: str, original, tmp_path):
+def test_weights_are_widened_by_the_library_s_formula(form, kind, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
     folder = written(source, tmp_path, weight_data_type=kind)
     assert "quantization_config" not in read_json(folder / "config.json")
@@ -273,7 +273,7 @@ KEPT = ("block", "tensor", "compressed by row", "compressed by block", "modelopt
 
 @pytest.mark.parametrize("form", KEPT)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_fp8_is_kept_as_it_is(form: str, tp_size: int, original, tmp_path):
+def test_fp8_is_kept_as_it_is(form, tp_size, original, tmp_path):
     source, expected = quantised(original, tmp_path / "source", form)
     shards = folder_of(source, tmp_path / "kept", tp_size=tp_size, keep_fp8=True)
     reader, stored = FTReader(shards), read_tensors(source)
@@ -348,7 +348,7 @@ def test_fp8_that_cannot_be_kept_is_named(original, tmp_path):
         ),
     ],
 )
-def test_other_forms_are_refused_by_name(settings: Any, words: str, original, tmp_path):
+def test_other_forms_are_refused_by_name(settings, words, original, tmp_path):
     source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
     (problem,) = check_conversion(request_of(source, tmp_path / "out", output_format="huggingface"))
     assert words in problem
@@ -399,7 +399,7 @@ MATRIX = "model.layers.0.mlp.up_proj."  # (96, 64)
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_named_before_any_work(
-    form: str, end: str, change: Callable[..., Any], reported: str, original, tmp_path
+    form, end, change, reported, original, tmp_path
 ):
     source, _ = quantised(original, tmp_path / "source", form)
     name = MATRIX + end
@@ -420,7 +420,7 @@ def test_parts_that_do_not_fit_are_named_before_any_work(
 @pytest.mark.parametrize("group", [-1, 4])
 @pytest.mark.parametrize("is_shards", [False, True])
 def test_groups_that_are_not_there_are_named_and_leave_nothing(
-    group: int, is_shards: bool, original, tmp_path
+    group, is_shards, original, tmp_path
 ):
     source, _ = quantised(original, tmp_path / "source", "gptq reordered")
     key = MATRIX + "g_idx"

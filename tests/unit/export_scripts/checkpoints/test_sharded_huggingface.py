@@ -234,9 +234,7 @@ def core_without_arguments(model: Path, folder: Path) -> None:
         verl_megatron,
     ],
 )
-def test_every_trainer_s_folder_becomes_the_model_s(
-    model, tmp_path, trainer: Callable[[Path, Tensors, Path], Path]
-):
+def test_every_trainer_s_folder_becomes_the_model_s(model, tmp_path, trainer):
     source = trainer(tmp_path / "run", read_tensors(model), model)
     expected = converted(model, tmp_path / "expected")
     assert converted(source, tmp_path / "out") == expected
@@ -303,7 +301,7 @@ def turned_rows(tensors: Tensors, heads: dict[str, int]) -> Iterator[tuple[str, 
 @pytest.mark.parametrize(
     ("kind", "older"), [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", False)]
 )
-def test_names_and_rows_of_torchtitan_become_the_model_s(tmp_path, kind: str, older: bool):
+def test_names_and_rows_of_torchtitan_become_the_model_s(tmp_path, kind, older):
     model = write_model(kind, tmp_path / "model")
     config = read_json(model / "config.json")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
@@ -315,7 +313,7 @@ def test_names_and_rows_of_torchtitan_become_the_model_s(tmp_path, kind: str, ol
 
 
 @pytest.mark.parametrize("form", ["routed_experts.inner_experts.{}_EFD", "experts.{}"])
-def test_torchtitan_s_stacked_experts_are_taken_apart(form: str, tmp_path):
+def test_torchtitan_s_stacked_experts_are_taken_apart(form, tmp_path):
     model = write_model("qwen3-moe", tmp_path / "model")
     whole = read_tensors(model)
     state = {
@@ -402,7 +400,7 @@ OLMO = {
 
 
 @pytest.mark.parametrize(("kind", "form"), [("llama", "distributed"), ("qwen2", "whole")])
-def test_names_and_rows_of_torchtune_become_the_model_s(kind: str, form: str, tmp_path):
+def test_names_and_rows_of_torchtune_become_the_model_s(kind, form, tmp_path):
     model = write_model(kind, tmp_path / "model")
     heads = {"q": 4, "k": 2} if kind == "llama" else {}
     turned = {name: each.contiguous() for name, each in turned_rows(read_tensors(model), heads)}
@@ -418,7 +416,7 @@ def test_names_and_rows_of_torchtune_become_the_model_s(kind: str, form: str, tm
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "mixtral"])
-def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind: str, tmp_path):
+def test_names_and_joined_rows_of_litgpt_become_the_model_s(kind, tmp_path):
     """Its settings must be those of config.json, which it copies from where the tokenizer was."""
     model = write_model(kind, tmp_path / "model")
     whole = read_tensors(model)
@@ -515,7 +513,7 @@ def test_a_checkpoint_of_training_alone_is_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["", "pytorch_model_fsdp_0"])
-def test_a_lost_index_is_named(model, tmp_path, place: str):
+def test_a_lost_index_is_named(model, tmp_path, place):
     source = accelerate(tmp_path / "run", read_tensors(model), model)
     (source / "optimizer_0" / ".metadata").unlink()
     assert converted(source, tmp_path / "first") == converted(model, tmp_path / "expected")
@@ -547,9 +545,7 @@ def lose_the_places(weights: Path) -> None:
         (lose_the_places, "does not say where"),
     ],
 )
-def test_shards_that_do_not_make_the_model_are_refused(
-    model, tmp_path, damage: Callable[[Path], object], words: str
-):
+def test_shards_that_do_not_make_the_model_are_refused(model, tmp_path, damage, words):
     source = automodel(tmp_path / "run", read_tensors(model), model)
     damage(source / "model")
     assert words in refusal(source, tmp_path)
@@ -627,7 +623,7 @@ STAGE_3 = DEEPSPEED / "stage3" / "global_step1"
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3", "universal1", "universal3", "tp1", "tp3"])
-def test_what_deepspeed_has_saved_is_the_model(name: str, tmp_path):
+def test_what_deepspeed_has_saved_is_the_model(name, tmp_path):
     """Three ranks saved a frozen layer, two groups of parameters and shares with padding.
 
     Those of tp1 and tp3 are two of tensor parallelism.
@@ -743,7 +739,7 @@ def check_equal_folders(model: Path, run: Path, tmp_path: Path) -> None:
         ("qwen2_moe", True), ("deepseek_v3", True),
     ],
 )  # fmt: skip
-def test_experts_that_deepspeed_has_distributed_are_read(kind: str, is_universal: bool, tmp_path):
+def test_experts_that_deepspeed_has_distributed_are_read(kind, is_universal, tmp_path):
     model, run = write_model(kind, tmp_path / "model"), tmp_path / "run"
     write_autoep(model, kind, run, is_universal=is_universal)
     check_equal_folders(model, run, tmp_path)
@@ -753,7 +749,7 @@ def test_experts_that_deepspeed_has_distributed_are_read(kind: str, is_universal
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "glm4_moe"])
-def test_prime_rl_s_mixtures_become_the_model_s(kind: str, tmp_path):
+def test_prime_rl_s_mixtures_become_the_model_s(kind, tmp_path):
     model, run = write_model(kind, tmp_path / "model"), tmp_path / "step_5" / "trainer"
     dense, experts = stacked_mixture(kind)
     state = renamed({**dense, **experts}, PRIME)
@@ -820,9 +816,7 @@ def edited(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[P
         (edited("*_model_*", lambda state: state.update(shared_params=3)), "3 as shared_params"),
     ],
 )
-def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(
-    tmp_path, damage: Callable[[Path], object], words: str
-):
+def test_deepspeed_s_ranks_that_do_not_make_the_model_are_refused(tmp_path, damage, words):
     source = shutil.copytree(STAGE_3, tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
     damage(source)
@@ -862,9 +856,7 @@ def parts(change: Callable[[dict[int, Any]], object]) -> Callable[[Path], None]:
         (parts(lambda ranks: ranks[0]["pieces"][0].update(source=[16, [16, 1]])), "overlap"),
     ],
 )
-def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(
-    tmp_path, damage: Callable[[Path], object], words: str
-):
+def test_deepspeed_s_tensor_parallel_ranks_have_to_make_the_whole(tmp_path, damage, words):
     source = shutil.copytree(DEEPSPEED / "tp1" / "global_step1", tmp_path / "run")
     shutil.copy(DEEPSPEED / "model" / "config.json", source)
     damage(source)
@@ -907,7 +899,7 @@ class Wrapped:
         ((3, 1), 2, "some are missing"),
     ],
 )
-def test_files_of_ranks_make_the_whole(tmp_path, counts: Sequence[int], world: int, words: str):
+def test_files_of_ranks_make_the_whole(tmp_path, counts, world, words):
     whole = torch.arange(10.0).view(5, 2)
     folder = rank_files(tmp_path / "run", whole, counts, world)
     if words:
@@ -939,7 +931,7 @@ def test_what_is_no_part_of_a_tensor_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("named", ["..", "../other", "/", ".", ""])
-def test_a_run_s_file_leads_to_no_folder_outside(model, tmp_path, named: str):
+def test_a_run_s_file_leads_to_no_folder_outside(model, tmp_path, named):
     for name in ("run", "other"):
         save_alone(tmp_path / name / "weights", {"model": read_tensors(model)})
         copy_settings(model, tmp_path / name)
@@ -949,7 +941,7 @@ def test_a_run_s_file_leads_to_no_folder_outside(model, tmp_path, named: str):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
-def test_megatron_core_s_tensors_become_the_model_of_a_config(name: str, tmp_path):
+def test_megatron_core_s_tensors_become_the_model_of_a_config(name, tmp_path):
     """The second has arguments of a trainer, as ms-swift saves them, without the model's sizes."""
     model = write_model(name, tmp_path / "model")
     source = tmp_path / "actor" / "dist_ckpt"

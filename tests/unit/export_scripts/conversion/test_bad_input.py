@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from tests.tiny_transformers import write_model
         ({"pipeline_model_parallel_size": 10**9}, "expected at most 100000 training ranks"),
     ],
 )
-def test_sizes_that_are_no_sizes_are_reported(tmp_path, config: dict[str, Any], reported: str):
+def test_sizes_that_are_no_sizes_are_reported(tmp_path, config, reported):
     """Once, and without a list of the tensors of absurdly many layers."""
     source = write_nemo(tmp_path / "x.nemo", config=config)
     (problem,) = problems_of(source, tmp_path / "out").splitlines()
@@ -55,7 +54,7 @@ def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path):
         ("opt", "model.decoder.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_path):
+def test_every_part_of_a_fused_matrix_has_its_shape(name, key, tmp_path):
     """Not the first one alone."""
     model = write_model(name, tmp_path / "model")
     bad = copy_of(model, tmp_path / "bad", tensors={key: torch.zeros(3, 5)})
@@ -78,7 +77,7 @@ def test_every_rank_stores_floating_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("key", "shape"), [("word_embeddings", (54,)), ("position_embeddings", ()), ("position", None)]
 )
-def test_tables_that_give_no_size_are_reported(tmp_path, key: str, shape: tuple[int, ...] | None):
+def test_tables_that_give_no_size_are_reported(tmp_path, key, shape):
     """Megatron-LM's version 0 states no sizes."""
     tensors = gpt_tensors(TinyGPT())
     source = write_megatron(tmp_path / "m", tensors, version=0)
@@ -104,9 +103,7 @@ def test_tables_that_give_no_size_are_reported(tmp_path, key: str, shape: tuple[
         ({"project_size": [3]}, "project_size = [3] is not a count"),
     ],
 )
-def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(
-    tmp_path, args: dict[str, Any], reported: str
-):
+def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(tmp_path, args, reported):
     source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
     (problem,) = problems_of(source, tmp_path / "out").splitlines()
     assert reported in problem
@@ -153,7 +150,7 @@ def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path):
 
 
 @pytest.mark.parametrize("as_link", [False, True])
-def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path, as_link: bool):
+def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path, as_link):
     source = write_nemo(tmp_path / "x.nemo")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").touch()
@@ -182,7 +179,7 @@ def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path):
         ("last.ckpt", "last-v1.ckpt"),
     ],
 )
-def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path, older: str, newer: str):
+def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path, older, newer):
     source = tmp_path / "checkpoints"
     source.mkdir()
     members = nemo_members(gpt_tensors())
@@ -215,9 +212,7 @@ def test_averaged_weights_that_are_left_are_reported(tmp_path):
     ("of", "key", "value"),
     [("nemo", "end_id", 50256), ("nemo", "end_id", -1), ("t5", "eos_token_id", 1 << 20)],
 )
-def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(
-    tmp_path, of: str, key: str, value: int
-):
+def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_path, of, key, value):
     if of == "nemo":
         given = (("start_id", "0"), (key, str(value)))
         remarks = remarks_of(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", given=given)
@@ -238,8 +233,6 @@ def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(
         ({"head_dim": 10**400}, "is not a count; expected a whole number from 1 to 2147483647"),
     ],
 )
-def test_values_that_no_json_of_a_model_has_are_reported(
-    config: dict[str, Any], reported: str, tmp_path
-):
+def test_values_that_no_json_of_a_model_has_are_reported(config, reported, tmp_path):
     source = copy_of(write_model("llama", tmp_path / "llama"), tmp_path / "source", config=config)
     assert reported in problems_of(source, tmp_path / "out")

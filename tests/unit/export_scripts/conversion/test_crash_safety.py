@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +186,7 @@ def spoil_the_journal(paths: WorkPaths) -> None:
 @pytest.mark.parametrize(
     "damage", [cut_a_file, lose_a_file_in_a_reboot, cut_the_journal, spoil_the_journal]
 )
-def test_what_was_damaged_while_interrupted_is_written_again(
-    damage: Callable[[WorkPaths], None], source, expected, tmp_path
-):
+def test_what_was_damaged_while_interrupted_is_written_again(damage, source, expected, tmp_path):
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
     damage(WorkPaths(ft_directory(tmp_path, 3)))
@@ -288,7 +285,7 @@ def test_too_small_a_disk_is_reported_before_writing(source, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("size", [4, 1 << 20])
-def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path, size: int, monkeypatch):
+def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path, size, monkeypatch):
     paths = WorkPaths(ft_directory(tmp_path, 1))
     write = os.write
 
@@ -349,7 +346,7 @@ def test_the_manifest_records_files_tensors_and_source(source, tmp_path):
 
 
 @pytest.mark.parametrize("of", ["lock", "journal", "staging", "manifest"])
-def test_links_that_others_put_in_the_way_are_not_followed(of: str, source, expected, tmp_path):
+def test_links_that_others_put_in_the_way_are_not_followed(of, source, expected, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")

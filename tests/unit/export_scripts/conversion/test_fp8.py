@@ -58,7 +58,7 @@ def test_zeros_and_the_smallest_numbers_have_a_scale():
 
 
 @pytest.mark.parametrize("form", BLOCKS)
-def test_a_folder_reads_back_as_its_rounded_values(form: str, tmp_path):
+def test_a_folder_reads_back_as_its_rounded_values(form, tmp_path):
     base = write_model("llama", tmp_path / "base", **SIZES)
     asked = request(base, tmp_path / "out", form)
     assert check_conversion(asked) == []

@@ -118,9 +118,9 @@ def _with_nan(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    change: Callable[[dict[str, torch.Tensor]], object],
-    settings: Mapping[str, Any],
-    words: str,
+    change,
+    settings,
+    words,
     plain,
     tmp_path,
 ):

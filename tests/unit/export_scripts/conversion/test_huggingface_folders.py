@@ -119,7 +119,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
-def test_a_model_comes_back_from_shards_equal_to_the_byte(name: str, tmp_path, soak):
+def test_a_model_comes_back_from_shards_equal_to_the_byte(name, tmp_path, soak):
     chance = random.Random(name)
     for number in range(soak):
         folder = tmp_path / str(number)
@@ -222,9 +222,7 @@ def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path):
         (NO_POSITIONS, "position is none in the model, and can only be learned"),
     ],
 )
-def test_settings_that_no_model_has_are_refused_and_leave_nothing(
-    settings_: dict[str, str], words: str, tmp_path
-):
+def test_settings_that_no_model_has_are_refused_and_leave_nothing(settings_, words, tmp_path):
     shards = folder_of(write_model("gpt2", tmp_path / "original"), tmp_path)
     text = refusal(edited(shards, settings_), tmp_path, output_format="huggingface")
     assert words in text
@@ -326,7 +324,7 @@ def megatron_forms(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("form", ["nemo", "megatron", "core", "distributed"])
-def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(form: str, tmp_path):
+def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(form, tmp_path):
     source = megatron_forms(tmp_path)[form]
     ids = () if form in ("nemo", "megatron") else (("start_id", "1"), ("end_id", "2"))
     folder = written(source, tmp_path / form, given=ids)

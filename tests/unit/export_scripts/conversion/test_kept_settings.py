@@ -47,7 +47,7 @@ def changed(source: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("bert", "mt5", "opt")])
-def test_every_setting_of_a_folder_comes_back(name: str, tmp_path):
+def test_every_setting_of_a_folder_comes_back(name, tmp_path):
     changes = {} if name.startswith("t5") else CHANGES
     source = changed(write_model(name, tmp_path / "source"), **changes)
     expected = settings(source)
@@ -61,7 +61,7 @@ def test_every_setting_of_a_folder_comes_back(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("way", [written, through_shards])
-def test_a_stated_token_counts_more_than_the_source(way: Any, source, tmp_path):
+def test_a_stated_token_counts_more_than_the_source(way, source, tmp_path):
     changed(source, **CHANGES)
     back = way(source, tmp_path, given=(("end_id", "11"),))
     assert settings(back)["eos_token_id"] == 11
@@ -101,9 +101,7 @@ def gptj_release(shared: Path, source: Path) -> Path:
     ("release", "key"),
     [(neox_release, "max_position_embeddings"), (gptj_release, "n_positions")],
 )
-def test_the_longest_sequence_of_a_release_is_in_the_folder(
-    release: Any, key: str, way: Any, shared, tmp_path
-):
+def test_the_longest_sequence_of_a_release_is_in_the_folder(release, key, way, shared, tmp_path):
     back = way(release(shared, tmp_path / "source"), tmp_path / "out")
     assert settings(back)[key] == 96
 
@@ -144,7 +142,7 @@ def test_settings_of_a_manifest_bring_neither_code_nor_what_is_not_known(source,
         {"sliding_window": 3, "model_type": "mistral"},
     ],
 )
-def test_settings_of_another_model_leave_the_shards_own(kept: Any, source, tmp_path):
+def test_settings_of_another_model_leave_the_shards_own(kept, source, tmp_path):
     back = settings(written(shards_with(source, tmp_path, settings(source) | kept), tmp_path))
     assert back["model_type"] == "llama"
     assert not {"mlp_bias", "sliding_window"} & {name for name in back if back[name]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def tuned_in_place(base: Path, adapter: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("form", ["one file", "distributed"])
-def test_an_adapter_beside_the_weights_is_merged(form: str, base, tmp_path):
+def test_an_adapter_beside_the_weights_is_merged(form, base, tmp_path):
     adapter = write_peft(
         tmp_path / "adapter", base, r=4, lora_alpha=7, use_rslora=True,
         target_modules=ALL_LLAMA[:4], modules_to_save=["lm_head"],
@@ -196,7 +196,7 @@ PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", PEFT_CASES)
-def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, tmp_path):
+def test_a_folder_of_peft_is_merged_as_peft_merges_it(case, tmp_path):
     name, settings = PEFT_CASES[case]
     base = write_model(name, tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, **settings)
@@ -275,9 +275,7 @@ def edit(adapter: Path, **changes: Any) -> None:
         ({"lora_alpha": 10**400}, "is not a number"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_by_name(
-    changes: dict[str, Any], named: str, base, adapter, tmp_path
-):
+def test_what_cannot_be_merged_is_refused_by_name(changes, named, base, adapter, tmp_path):
     edit(adapter, **changes)
     assert named in refused(base, tmp_path, adapter)
 
@@ -316,7 +314,7 @@ def test_factors_that_are_damaged_are_refused(base, adapter, tmp_path):
     ("kind", "use_dora"), [("llama", True), ("mistral", False), ("qwen2", False)]
 )
 def test_torchtune_s_own_adapter_is_merged_and_not_what_it_writes_as_peft_s(
-    kind: str, use_dora: bool, tmp_path
+    kind, use_dora, tmp_path
 ):
     """Torchtune's conversion changes the order of a Qwen2's rows, and leaves out use_dora."""
     base = write_model(kind, tmp_path / "base")
@@ -390,9 +388,7 @@ def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(base, adap
         {"target_modules": ["lm_head"]},
     ],
 )
-def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(
-    settings: dict[str, Any], tmp_path
-):
+def test_half_of_a_shared_table_is_changed_alone_where_the_head_is_apart(settings, tmp_path):
     base = write_model("gpt2", tmp_path / "base")
     adapter = write_peft(tmp_path / "adapter", base, r=4, **settings)
     assert "save the model with a separate head" in refused(base, tmp_path, adapter)
@@ -506,7 +502,7 @@ def nemo2_adapter(folder: Path, factors: Mapping[str, Any], **changes: Any) -> P
 
 
 @pytest.mark.parametrize("write", [bridge_adapter, nemo2_adapter])
-def test_distributed_adapters_of_other_kinds_are_refused(write: Callable[..., Path], tmp_path):
+def test_distributed_adapters_of_other_kinds_are_refused(write, tmp_path):
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = all_factors("")
     base = write_bridge(tmp_path / "base", state)

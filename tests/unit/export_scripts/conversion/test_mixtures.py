@@ -97,7 +97,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", list(MIXTURES))
 @pytest.mark.parametrize("form", list(FORMS))
-def test_transformers_computes_the_same(name: str, form: str, tmp_path):
+def test_transformers_computes_the_same(name, form, tmp_path):
     original = write_model(name, tmp_path / "original")
     source = write(tmp_path / "source", FORMS[form](core_mixture(original)), ARGS[name])
     folder = written(source, tmp_path)
@@ -117,7 +117,7 @@ def test_what_megatron_core_does_with_experts_alone_is_a_remark(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted({*OTHER_MIXTURES, *SHARED_EXPERTS} - {"nemotron_h"}))
-def test_a_mixture_of_transformers_comes_back(name: str, tmp_path):
+def test_a_mixture_of_transformers_comes_back(name, tmp_path):
     source = write_model(name, tmp_path / "source")
     folder = written(source, tmp_path / "out")
     assert folder_problems(folder) == []
@@ -128,7 +128,7 @@ def test_a_mixture_of_transformers_comes_back(name: str, tmp_path):
     "name",
     ["mixtral", "qwen3-moe", "deepseek_v3", "ernie4_5-moe", "granitemoe", "nemotron_h", "exaone3"],
 )
-def test_names_that_transformers_has_in_memory_are_read(name: str, tmp_path):
+def test_names_that_transformers_has_in_memory_are_read(name, tmp_path):
     """As trainers save a state, which since transformers 5 is not what save_pretrained writes."""
     model = model_of(name)
     model.save_pretrained(tmp_path / "files")
@@ -165,7 +165,7 @@ def test_a_mixtral_in_the_names_of_gptqmodel_is_read(tmp_path):
     ],
     ids=str,
 )
-def test_ernie_comes_back_as_it_is(changes: Mapping[str, Any], tmp_path):
+def test_ernie_comes_back_as_it_is(changes, tmp_path):
     source = write_model("ernie4_5-moe", tmp_path / "source", **changes)
     tensors = read_tensors(source)
     for name in (each for each in tensors if each.endswith("correction_bias")):
@@ -193,9 +193,7 @@ def test_ernie_with_biases_is_refused(tmp_path):
     ],
     ids=str,
 )
-def test_what_no_model_computes_is_refused_by_name(
-    changes: Mapping[str, Any], words: str, tmp_path
-):
+def test_what_no_model_computes_is_refused_by_name(changes, words, tmp_path):
     source = write_model("glm4_moe_lite", tmp_path / "source")
     config = source / "config.json"
     write_json(config, read_json(config) | changes)
@@ -225,7 +223,7 @@ def write_nemo_2(source: Path, original: Path, changes: Mapping[str, Any] = {}) 
 
 
 @pytest.mark.parametrize("kind", ["nemo2", "bridge"])
-def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path):
+def test_nemo_2_and_bridge_state_the_same(kind, tmp_path):
     original = write_model("qwen3-moe", tmp_path / "original")
     source = tmp_path / "source"
     if kind == "nemo2":
@@ -240,7 +238,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(MIXTURES))
-def test_an_archive_of_nemo_1_is_read(name: str, tmp_path):
+def test_an_archive_of_nemo_1_is_read(name, tmp_path):
     args, original = ARGS[name], write_model(name, tmp_path / "original", vocab_size=54)
     # megatron-core's own layers, without Transformer Engine, keep the norm apart.
     end = "self_attention.linear_qkv.layer_norm_weight"
@@ -280,9 +278,7 @@ def test_an_archive_of_nemo_1_is_read(name: str, tmp_path):
         ({"swiglu": False}, "only written with a gate"),
     ],
 )
-def test_what_no_mixture_of_transformers_computes_is_refused(
-    changes: dict[str, Any], words: str, tmp_path
-):
+def test_what_no_mixture_of_transformers_computes_is_refused(changes, words, tmp_path):
     state = core_mixture(write_model("mixtral", tmp_path / "original"))
     source = write(tmp_path / "source", with_stacked_experts(state), {**ARGS["mixtral"], **changes})
     assert words in problems(source, tmp_path / "out")

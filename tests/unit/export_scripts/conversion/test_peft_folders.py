@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def merged_core(state: Mapping[str, torch.Tensor], factors: Factors) -> dict[str
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2), (4, 1)])
-def test_a_nemo_1_adapter_of_any_training_size(tp: int, pp: int, tmp_path):
+def test_a_nemo_1_adapter_of_any_training_size(tp, pp, tmp_path):
     torch.manual_seed(3)
     state, factors = core_state(), all_factors()
     adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=pp)
@@ -107,7 +107,7 @@ def test_a_nemo_1_adapter_of_any_training_size(tp: int, pp: int, tmp_path):
 
 
 @pytest.mark.parametrize("write_adapter", [bridge_adapter, nemo2_adapter])
-def test_an_adapter_of_a_distributed_checkpoint(write_adapter: Callable[..., Path], tmp_path):
+def test_an_adapter_of_a_distributed_checkpoint(write_adapter, tmp_path):
     torch.manual_seed(3)
     state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
     factors = all_factors("")
@@ -187,7 +187,7 @@ def canonical(
 
 
 @pytest.mark.parametrize("kind", ["bridge", "nemo2", "nemo"])
-def test_adapters_of_single_projections(kind: str, tmp_path):
+def test_adapters_of_single_projections(kind, tmp_path):
     torch.manual_seed(3)
     prefix = "model." if kind == "nemo" else ""
     state = {prefix + name.removeprefix("model."): each for name, each in core_state().items()}
@@ -256,7 +256,7 @@ def test_a_model_with_fused_projections_and_transposed_matrices(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_experts_have_their_own_updates(name: str, tmp_path):
+def test_experts_have_their_own_updates(name, tmp_path):
     torch.manual_seed(3)
     original = write_model(name, tmp_path / "original")
     count, width = (4, 56) if name == "mixtral" else (6, 20)

@@ -9,7 +9,6 @@ import shutil
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -38,7 +37,7 @@ def gpt2(shared, tmp_path) -> Path:
      "bert/tiny/source", "opt/pre_ln/source", "t5/relu_tied/source"],
 )  # fmt: skip
 @pytest.mark.parametrize("tp_size", [3, 5, 8])
-def test_sizes_that_do_not_divide_are_refused(shared, tmp_path, source: str, tp_size: int):
+def test_sizes_that_do_not_divide_are_refused(shared, tmp_path, source, tp_size):
     text = refusal(shared / "golden" / source, tmp_path, tp_size=tp_size)
     assert re.search(
         rf"--tensor-model-parallel-size={tp_size} does not divide (head_num|num_heads)=4\b.* of "
@@ -65,7 +64,7 @@ def test_every_tensor_that_overflows_is_named(tmp_path):
         {"weight_data_type": "bf16"},
     ],
 )
-def test_a_large_value_is_accepted_by_name_or_in_another_type(tmp_path, fields: dict[str, Any]):
+def test_a_large_value_is_accepted_by_name_or_in_another_type(tmp_path, fields):
     tensors = gpt_tensors()
     tensors[QKV][0, 0] = 70000.0
     assert folder_of(write_nemo(tmp_path / "x.nemo", tensors), tmp_path, **fields).is_dir()
@@ -88,9 +87,7 @@ def test_a_large_value_is_accepted_by_name_or_in_another_type(tmp_path, fields: 
         ),
     ],
 )  # fmt: skip
-def test_ranks_that_are_missing_or_too_many_are_named(
-    tmp_path, layout: dict[str, Any], lost: list[str], words: str
-):
+def test_ranks_that_are_missing_or_too_many_are_named(tmp_path, layout, lost, words):
     members = nemo_members(gpt_tensors(), **layout)
     for folder in lost:
         del members[f"{folder}/model_weights.ckpt"]
@@ -162,9 +159,7 @@ def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path):
         ({"num_layers": None}, "num_layers = None"),
     ],
 )
-def test_models_that_the_layout_cannot_hold_are_refused(
-    tmp_path, config: dict[str, Any], words: str
-):
+def test_models_that_the_layout_cannot_hold_are_refused(tmp_path, config, words):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     assert words in refusal(source, tmp_path)
     assert words in problems_of(source, tmp_path / "out")
@@ -177,7 +172,7 @@ def test_tensors_of_low_rank_adapters_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
-def test_archive_members_outside_their_folder_are_refused(tmp_path, name: str):
+def test_archive_members_outside_their_folder_are_refused(tmp_path, name):
     path = write_nemo(tmp_path / "x.nemo")
     with tarfile.open(path, "a") as archive:
         info = tarfile.TarInfo(name)
@@ -188,7 +183,7 @@ def test_archive_members_outside_their_folder_are_refused(tmp_path, name: str):
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
-def test_links_and_devices_in_archives_are_refused(tmp_path, kind: bytes):
+def test_links_and_devices_in_archives_are_refused(tmp_path, kind):
     path = write_nemo(tmp_path / "x.nemo")
     with tarfile.open(path, "a") as archive:
         info = tarfile.TarInfo("odd")
@@ -206,7 +201,7 @@ def test_links_and_devices_in_archives_are_refused(tmp_path, kind: bytes):
         (tarfile.XHDTYPE, "is not a readable tar archive"),
     ],
 )
-def test_members_smaller_than_nothing_are_refused(tmp_path, kind: bytes, words: str):
+def test_members_smaller_than_nothing_are_refused(tmp_path, kind, words):
     """Python's tarfile can go back by as much, and for ever (CVE-2025-8194)."""
     info = tarfile.TarInfo("odd")
     info.type = kind
@@ -230,7 +225,7 @@ def test_members_smaller_than_nothing_are_refused(tmp_path, kind: bytes, words: 
         ),
     ],
 )
-def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path, text: bytes, words: str):
+def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path, text, words):
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
     assert f"x.nemo: model_config.yaml {words}" in refusal(path, tmp_path)
 
@@ -254,9 +249,7 @@ MERGES = b"k0: &k0 {x: 1}\n" + b"".join(
     ],
     ids=["aliases", "merges", "a circle", "a number", "a list"],
 )
-def test_a_configuration_that_would_keep_its_reader_busy_is_refused(
-    text: bytes, reported: str, tmp_path
-):
+def test_a_configuration_that_would_keep_its_reader_busy_is_refused(text, reported, tmp_path):
     source = tmp_path / "x.nemo"
     write_tar(source, {**nemo_members(gpt_tensors()), "model_config.yaml": text})
     began = time.monotonic()
@@ -283,7 +276,7 @@ def nemo_naming(tmp_path: Path, vocab: str, merges: str) -> Path:
 
 @pytest.mark.parametrize(("vocab", "merges"), [(LOGINS, "#version\n"), (VOCABULARY, NETRC)])
 def test_files_outside_of_an_archive_are_taken_only_if_they_are_a_tokenizers(
-    tmp_path, vocab: str, merges: str
+    tmp_path, vocab, merges
 ):
     text = refusal(nemo_naming(tmp_path, vocab, merges), tmp_path)
     name = "vocab.json" if vocab == LOGINS else "merges.txt"
@@ -298,7 +291,7 @@ def test_tokenizer_outside_of_an_archive_is_carried(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "merges.txt"])
-def test_links_out_of_a_folder_are_not_followed_to_other_files(gpt2, tmp_path, name: str):
+def test_links_out_of_a_folder_are_not_followed_to_other_files(gpt2, tmp_path, name):
     (tmp_path / "secret").write_text(NETRC)
     (gpt2 / name).unlink(missing_ok=True)
     (gpt2 / name).symlink_to(tmp_path / "secret")
@@ -339,7 +332,7 @@ def test_another_folder_of_snapshots_is_no_hub_cache(shared, tmp_path):
 @pytest.mark.parametrize(
     "name", ["tokenizer.model", "vocab.txt", "tokenizer.json", "special_tokens_map.json"]
 )
-def test_a_file_far_too_large_for_a_tokenizer_is_not_read(name: str, gpt2, tmp_path):
+def test_a_file_far_too_large_for_a_tokenizer_is_not_read(name, gpt2, tmp_path):
     for vocabulary in ("vocab.json", "merges.txt"):
         (gpt2 / vocabulary).unlink(missing_ok=True)
     with (gpt2 / name).open("wb") as file:
@@ -350,7 +343,7 @@ def test_a_file_far_too_large_for_a_tokenizer_is_not_read(name: str, gpt2, tmp_p
 
 
 @pytest.mark.parametrize("key", ["activation_function", "model_type", "n_head", "bos_token_id"])
-def test_a_message_does_not_repeat_a_value_of_any_length(key: str, gpt2, tmp_path):
+def test_a_message_does_not_repeat_a_value_of_any_length(key, gpt2, tmp_path):
     path = gpt2 / "config.json"
     write_json(path, read_json(path) | {key: "x" * 100_000})
     text = refusal(gpt2, tmp_path)
@@ -438,7 +431,7 @@ def test_an_unknown_hugging_face_architecture_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("given", [("hed_num", "4"), ("tasks", "1")])
-def test_a_stated_key_that_config_ini_lacks_is_reported(tmp_path, given: tuple[str, str]):
+def test_a_stated_key_that_config_ini_lacks_is_reported(tmp_path, given):
     text = refusal(write_nemo(tmp_path / "a.nemo"), tmp_path, given=(given,))
     assert f"--set {'='.join(given)}: not a key of this model's config.ini" in text
 

@@ -23,9 +23,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 6])
 @pytest.mark.parametrize(("train_tp", "train_pp"), [(2, 1), (3, 1), (6, 1), (1, 2), (2, 2), (3, 4)])
-def test_every_training_layout_gives_the_same_bytes(
-    tmp_path, train_tp: int, train_pp: int, tp_size: int
-):
+def test_every_training_layout_gives_the_same_bytes(tmp_path, train_tp, train_pp, tp_size):
     whole = write_nemo(tmp_path / "whole.nemo")
     parts = write_nemo(tmp_path / "parts.nemo", tp=train_tp, pp=train_pp)
     expected = contents(folder(whole, tmp_path / "whole", tp_size))
@@ -33,7 +31,7 @@ def test_every_training_layout_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("depths", [(1, 3), (3, 1), (1, 1, 2), (0, 2, 2)])
-def test_stages_of_unequal_depth_are_joined_in_order(tmp_path, depths: tuple[int, ...]):
+def test_stages_of_unequal_depth_are_joined_in_order(tmp_path, depths):
     whole = write_megatron(tmp_path / "whole", gpt_tensors())
     parts = write_megatron(tmp_path / "parts", gpt_tensors(), pp=4)
     _merge_stages(parts, depths)
@@ -86,7 +84,7 @@ def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 3, 16])
-def test_the_number_of_workers_changes_nothing(tmp_path, processes: int):
+def test_the_number_of_workers_changes_nothing(tmp_path, processes):
     source = write_nemo(tmp_path / "x.nemo")
     one = folder(source, tmp_path / "one", 2)
     assert contents(

@@ -113,7 +113,7 @@ FORMS: dict[str, Callable[[State], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_model_gives_the_same_folder(form: str, state, config, expected, tmp_path):
+def test_every_form_of_a_model_gives_the_same_folder(form, state, config, expected, tmp_path):
     source = saved(tmp_path / "source", config, FORMS[form](state))
     assert contents(source, tmp_path / "out") == expected
 

@@ -28,7 +28,7 @@ def raw(values: list[float], data_type: str) -> np.ndarray:
 @pytest.mark.parametrize("data_type", TYPES)
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, -math.nan])
 @pytest.mark.parametrize("rest", [[1.0], [-1.0], [0.0], [-1.0, 1.0]])
-def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[float]):
+def test_infinities_and_nan_are_noticed(data_type, odd, rest):
     bits = raw([*rest, odd], data_type)
     if math.isnan(odd) and math.copysign(1, odd) < 0:
         bits[-1] |= 0x80  # torch drops the sign of NaN
@@ -36,7 +36,7 @@ def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[f
 
 
 @pytest.mark.parametrize("data_type", TYPES)
-def test_the_largest_finite_values_are_finite(data_type: str):
+def test_the_largest_finite_values_are_finite(data_type):
     top = torch.finfo(torch_dtype(data_type)).max
     for values in ([top, -top], [top], [-top], [0.0], [-0.0]):
         assert is_finite(raw(values, data_type), data_type)
@@ -54,9 +54,7 @@ def written(parts: Parts, tensor: FTTensor, ranks: int, rank: int, kind: str) ->
 @pytest.mark.parametrize("split", [-1, 1, 2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0), (1, 0, 3, 2)])
 @pytest.mark.parametrize(("stored", "kind"), [("fp32", "fp16"), ("bf16", "bf16")])
-def test_any_cut_any_split_any_order_of_axes(
-    monkeypatch, cut: int, split: int, order: tuple[int, ...], stored: str, kind: str
-):
+def test_any_cut_any_split_any_order_of_axes(monkeypatch, cut, split, order, stored, kind):
     """Small chunks and tiles, so that every border is crossed."""
     monkeypatch.setattr(sharding, "_TILE_COLUMNS", 8)
     monkeypatch.setattr(sharding, "_TILE_ROWS", 5)

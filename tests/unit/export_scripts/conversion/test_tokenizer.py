@@ -98,7 +98,7 @@ TEXTS = (*PROBES, *LINES, "<sep>a<sep> <extra_id_1>", "the<ctl>", "foo bar", "w 
 
 
 @pytest.mark.parametrize("python", [None, *OTHERS])
-def test_folders_have_the_ids_and_texts_of_their_sources(python: str | None, corpus, tmp_path):
+def test_folders_have_the_ids_and_texts_of_their_sources(python, corpus, tmp_path):
     requests, wanted = [], []
     for name, settings in TRAINED.items():
         data = trained(corpus, tmp_path, **settings)
@@ -154,9 +154,7 @@ def test_special_tokens_and_rows_are_those_of_the_model(corpus, tmp_path):
         ({"model_type": "bpe", "user_defined_symbols": ["  "]}, "in sentencepiece"),
     ],
 )
-def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
-    settings: Mapping[str, Any], reason: str, corpus, tmp_path
-):
+def test_a_tokenizer_without_an_equal_is_refused_or_left_out(settings, reason, corpus, tmp_path):
     source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path, **settings))
     wanted = request_of(source, tmp_path / "out", output_format="huggingface")
     (problem, *_) = check_conversion(wanted)
@@ -235,9 +233,7 @@ def test_a_folder_of_hugging_face_is_copied_whole(tmp_path):
         ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a.B", null]}}', "auto_map"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_the_models_is_refused(
-    name: str, text: str, reason: str, tmp_path
-):
+def test_a_tokenizer_that_cannot_be_the_models_is_refused(name, text, reason, tmp_path):
     source = write_model("llama", tmp_path / "source")
     (source / "tokenizer.json").write_text(words(50))
     (source / name).write_text(text)
@@ -283,7 +279,7 @@ def byte_pairs(folder: Path) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("kind", "ids"), [("Case", [6, 1]), ("LowerCase", [5, 5])])
-def test_word_pieces_have_the_case_that_their_source_states(kind: str, ids: list[int], tmp_path):
+def test_word_pieces_have_the_case_that_their_source_states(kind, ids, tmp_path):
     data = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nA\n"
     tokenizer = {
         "library": "megatron", "type": f"BertWordPiece{kind}", "vocab_file": "nemo:a_vocab.txt"

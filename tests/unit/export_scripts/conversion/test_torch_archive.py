@@ -3,7 +3,6 @@
 import argparse
 import io
 import zipfile
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def tensor(shape: tuple[int, ...], kind: str = "torch.FloatStorage") -> PickledO
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 5000])
-def test_torch_loads_a_tensor(offset: int, tmp_path):
+def test_torch_loads_a_tensor(offset, tmp_path):
     values = torch.randn(3, 5, dtype=torch.bfloat16)
     raw = values.view(torch.uint8).numpy().tobytes()
     archive = Archive(tensor((3, 5), "torch.BFloat16Storage"), len(raw), offset)
@@ -43,7 +42,7 @@ def test_torch_loads_a_tensor(offset: int, tmp_path):
         {"a": 1, "b": [True, "text", 1e-5, -(1 << 40)], "c": (1, (2, ())), "d": {}, "e": []},
     ],
 )
-def test_torch_loads_plain_values(value: Any):
+def test_torch_loads_plain_values(value):
     data = b"".join(Archive(value).parts())
     assert torch.load(io.BytesIO(data), weights_only=True) == value
 

@@ -55,7 +55,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     ("name", "form"),
     [*((name, "gpt") for name in SAME), *((name, "hybrid") for name in HYBRID)],
 )
-def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path):
+def test_a_model_comes_back_to_the_byte(name, form, tmp_path):
     source = write(name, tmp_path / name)
     there = convert(request(source, tmp_path / "out", megatron_model=form)).ft_dir
     assert there.name == "torch_dist"
@@ -69,7 +69,7 @@ def test_a_model_comes_back_to_the_byte(name: str, form: str, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["gpt", "hybrid"])
-def test_torch_reads_every_tensor(form: str, tmp_path):
+def test_torch_reads_every_tensor(form, tmp_path):
     source = write_model("llama", tmp_path / "llama")
     options: dict[str, Any] = {"megatron_model": form, "max_shard_bytes": 20_000}
     folder = convert(request(source, tmp_path / "out", **options)).ft_dir / "release"
@@ -157,9 +157,7 @@ def test_arguments_are_those_of_the_model(tmp_path):
         ("llama-linear", "hybrid", "rotary_seq_len_interpolation_factor"),
     ],
 )
-def test_a_model_that_megatron_lm_lacks_is_refused_by_name(
-    name: str, form: str, named: str, tmp_path
-):
+def test_a_model_that_megatron_lm_lacks_is_refused_by_name(name, form, named, tmp_path):
     wanted = request(write_model(name, tmp_path / name), tmp_path / "out", megatron_model=form)
     problems = check_conversion(wanted)
     assert mentions(problems, named), problems

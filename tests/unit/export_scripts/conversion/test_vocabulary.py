@@ -24,7 +24,7 @@ def cut(state: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gptj", "gpt2", "t5", "phi"])
-def test_a_folder_has_the_first_rows_alone(name: str, tmp_path):
+def test_a_folder_has_the_first_rows_alone(name, tmp_path):
     source = write_model(name, tmp_path / "model", vocab_size=ROWS)
     folder = written(source, tmp_path / "out", vocabulary=str(KEPT))
     found, whole = read_tensors(folder), read_tensors(source)
@@ -36,7 +36,7 @@ def test_a_folder_has_the_first_rows_alone(name: str, tmp_path):
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_shards_of_training_ranks_have_the_first_rows_alone(tmp_path, tp_size: int):
+def test_shards_of_training_ranks_have_the_first_rows_alone(tmp_path, tp_size):
     """The second rank of training has most of its rows left out."""
     torch.manual_seed(3)
     state = {name.removeprefix("model."): tensor for name, tensor in core_state(layers=4).items()}
@@ -62,7 +62,7 @@ def test_the_size_may_be_the_tokenizer_s(tmp_path):
 
 
 @pytest.mark.parametrize("stated", ["0", "-3", "many", "tokenizer", str(ROWS + 1)])
-def test_other_sizes_are_refused(stated: str, tmp_path):
+def test_other_sizes_are_refused(stated, tmp_path):
     source = write_model("llama", tmp_path / "model", vocab_size=ROWS)
     with pytest.raises(ValueError, match=f"--vocabulary={stated}"):
         written(source, tmp_path / "out", vocabulary=stated)

@@ -31,7 +31,7 @@ def write_prompts(path: Path, **tables: torch.Tensor) -> Path:
     ("name", "hidden"),
     [("gptj", 24), ("gptneox-parallel", 32), ("gpt2", 24), ("bloom", 24), ("opt", 24)],
 )
-def test_every_decoder_takes_prompt_tables(name: str, hidden: int, tmp_path):
+def test_every_decoder_takes_prompt_tables(name, hidden, tmp_path):
     tables = {"boolq": torch.randn(3, hidden), "squad": torch.randn(5, hidden)}
     reader = converted(
         write_model(name, tmp_path / "source"),

@@ -69,7 +69,7 @@ def config_for(tp_size: int, **changes: Any) -> DenseConfig:
 
 
 @pytest.mark.parametrize(("tp_size", "stored"), [(1, 4), (2, 4), (4, 4), (12, 12)])
-def test_every_rank_has_a_key_head(tp_size: int, stored: int):
+def test_every_rank_has_a_key_head(tp_size, stored):
     architecture = config_for(tp_size).architecture()
     assert architecture.kv_head_num == stored
     assert architecture.kv_head_num % tp_size == 0
@@ -95,13 +95,13 @@ def test_fastertransformer_is_known_not_to_serve_it():
         ("spiral", "rotary_scaling_type = spiral; known: None, linear"),
     ],
 )
-def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words: str):
+def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind, words):
     with pytest.raises(ValueError, match=words):
         config_for(1, rotary_scaling_type=kind)
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "attention_softcap", "rotary_base"])
-def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str):
+def test_a_folder_whose_numbers_are_not_positive_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} = 0.0: expected a number greater than 0"):
         config_for(1, **{name: 0.0})
 
@@ -154,7 +154,7 @@ def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str):
         ({"mlp_bias": True}, "mlp.down_proj.bias is missing"),
     ],
 )  # fmt: skip
-def test_models_beyond_the_layout_are_refused(tmp_path, settings: dict[str, Any], words: str):
+def test_models_beyond_the_layout_are_refused(tmp_path, settings, words):
     assert words in problems_of(write_llama(tmp_path / "s", **settings), tmp_path)
 
 
@@ -172,9 +172,7 @@ def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.Y"}}, "custom code (modeling_x.Y)"),
     ],
 )
-def test_what_transformers_does_not_compute_is_reported(
-    tmp_path, settings: dict[str, Any], words: str
-):
+def test_what_transformers_does_not_compute_is_reported(tmp_path, settings, words):
     source = write_llama(tmp_path / "s", **settings)
     assert words in remarks_of(source, tmp_path / "out")
 
@@ -192,9 +190,7 @@ def test_what_transformers_does_not_compute_is_reported(
           "max_window_layers": 2}, None),
     ],
 )  # fmt: skip
-def test_the_sliding_window_follows_the_kind_of_model(
-    tmp_path, settings: dict[str, Any], window: int | None
-):
+def test_the_sliding_window_follows_the_kind_of_model(tmp_path, settings, window):
     source = write_llama(tmp_path / "s", **settings)
     assert converted(source, tmp_path / "out").config.sliding_window == window
 
@@ -207,9 +203,7 @@ def test_the_sliding_window_follows_the_kind_of_model(
         ({}, (("start_id", "8"), ("end_id", "9")), (8, 9)),
     ],
 )
-def test_token_ids_set_to_null_are_looked_for_elsewhere(
-    tmp_path, generation: dict[str, Any], given: Any, expected: tuple[int, int]
-):
+def test_token_ids_set_to_null_are_looked_for_elsewhere(tmp_path, generation, given, expected):
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
     write_json(source / "generation_config.json", generation)
     config = converted(source, tmp_path / "out", given=given).config
@@ -225,9 +219,7 @@ def test_token_ids_set_to_null_are_looked_for_elsewhere(
         ({"pad_token_id": -1}, (1, 2), None),
     ],
 )
-def test_a_negative_token_id_counts_as_none(
-    tmp_path, settings: dict[str, Any], expected: tuple[int, int], words: str | None
-):
+def test_a_negative_token_id_counts_as_none(tmp_path, settings, expected, words):
     source = write_llama(tmp_path / "s", **settings)
     remarks = remarks_of(source, tmp_path / "o")
     assert ("counts as none" in remarks) is (words is not None)
@@ -237,7 +229,7 @@ def test_a_negative_token_id_counts_as_none(
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 80])
-def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(tmp_path, token: int):
+def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(tmp_path, token):
     source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
     added = {"added_tokens": [{"id": token, "content": "</s>"}]}
     write_json(source / "tokenizer.json", added)
@@ -258,7 +250,7 @@ def test_unknown_token_ids_are_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "warned"), [("qwen2", True), ("llama", False)])
-def test_fp16_is_warned_about_where_it_is_known_to_overflow(tmp_path, kind: str, warned: bool):
+def test_fp16_is_warned_about_where_it_is_known_to_overflow(tmp_path, kind, warned):
     source = write_llama(tmp_path / "s", model_type=kind, torch_dtype="bfloat16")
     assert (
         "trained in bf16" in remarks_of(source, tmp_path / "out", weight_data_type="fp16")
@@ -283,9 +275,7 @@ PHI_3 = {"config": {"eos_token_id": 90}, "generation": {"eos_token_id": [90, 91,
         ({**PHI_3, "given": (("end_id", "8"),)}, (8,)),
     ],
 )
-def test_the_folder_names_every_token_that_ends_an_answer(
-    tmp_path, files: dict[str, Any], expected: tuple[int, ...]
-):
+def test_the_folder_names_every_token_that_ends_an_answer(tmp_path, files, expected):
     source = write_llama(tmp_path / "s", **files["config"])
     if "generation" in files:
         write_json(source / "generation_config.json", files["generation"])
@@ -303,7 +293,7 @@ def test_the_folder_names_every_token_that_ends_an_answer(
 
 
 @pytest.mark.parametrize("value", ["</s>", [2, None], {"id": 2}, True, [1 << 40]])
-def test_an_end_token_that_is_no_token_is_refused(tmp_path, value: Any):
+def test_an_end_token_that_is_no_token_is_refused(tmp_path, value):
     source = write_llama(tmp_path / "s", eos_token_id=2)
     write_json(source / "generation_config.json", {"eos_token_id": value})
     assert "eos_token_id" in problems_of(source, tmp_path)

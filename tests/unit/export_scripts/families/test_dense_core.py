@@ -40,9 +40,7 @@ def test_norms_fused_into_the_next_linear_are_found(tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_settings_in_the_names_of_nemo_are_carried(
-    tmp_path, settings: dict[str, Any], expected: dict[str, Any]
-):
+def test_settings_in_the_names_of_nemo_are_carried(tmp_path, settings, expected):
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
     config = converted(source, tmp_path / "out").config
     assert {name: getattr(config, name) for name in expected} == expected
@@ -69,9 +67,7 @@ def test_settings_in_the_names_of_nemo_are_carried(
         ),
     ],
 )
-def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(
-    tmp_path, settings: dict[str, Any], words: str
-):
+def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(tmp_path, settings, words):
     source = write_core(tmp_path / "a.nemo", core_state(), **settings)
     assert words in problems_of(source, tmp_path)
 
@@ -119,7 +115,7 @@ _TRAINED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("kind", _TRAINED)
-def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_path):
+def test_todays_decoders_leave_megatron_core_as_what_they_are(kind, tmp_path):
     settings, shapes = _TRAINED[kind]
     state = _with(core_state(), **shapes) | ({} if kind == "qwen3" else _FINAL_BIAS)
     source = write_core(tmp_path / "a.nemo", state, **settings)

@@ -302,7 +302,7 @@ def config_of(folder: Path) -> DenseConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration_composes(name: str, tmp_path):
+def test_a_published_configuration_composes(name, tmp_path):
     settings, parameters, traits = PUBLISHED[name]
     folder = write_config(tmp_path, settings)
     found = describe(folder)
@@ -406,9 +406,7 @@ def test_a_published_configuration_composes(name: str, tmp_path):
         ),
     ],
 )
-def test_settings_that_the_layout_lacks_are_refused_together(
-    settings: dict[str, Any], changes: dict[str, Any], words: str, tmp_path
-):
+def test_settings_that_the_layout_lacks_are_refused_together(settings, changes, words, tmp_path):
     folder = write_config(tmp_path, {**settings, **changes, "vocab_size": "many"})
     problems = describe(folder)["cannot be converted"]
     assert mentions(problems, words), problems
@@ -416,7 +414,7 @@ def test_settings_that_the_layout_lacks_are_refused_together(
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal: bool, tmp_path):
+def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal, tmp_path):
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 5}
     embedding = torch.arange(40.0).reshape(5, 8)
     tensors = {

@@ -129,7 +129,7 @@ def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path):
     ],
 )
 def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
-    tmp_path, version: float, order: tuple[str, ...], stack: str, attention: str
+    tmp_path, version, order, stack, attention
 ):
     tensors = gpt_tensors()
     expected = converted(write_nemo(tmp_path / "x.nemo"), tmp_path)
@@ -205,7 +205,7 @@ CORE = {
 
 
 @pytest.mark.parametrize(("same", "untied"), [(True, False), (False, True)])
-def test_a_stored_output_layer_of_a_tied_core_model_is_compared(tmp_path, same: bool, untied: bool):
+def test_a_stored_output_layer_of_a_tied_core_model_is_compared(tmp_path, same, untied):
     tensors = renamed(gpt_tensors(), CORE)
     embedding = tensors["model.embedding.word_embeddings.weight"]
     tensors["model.output_layer.weight"] = embedding.clone() if same else embedding + 1
@@ -246,7 +246,7 @@ def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]"])
-def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path):
+def test_given_file_that_is_not_a_table_is_refused_by_name(text, tmp_path):
     given = tmp_path / "my-vocab.json"
     given.write_text(text)
     with pytest.raises(ValueError, match=r"my-vocab\.json"):
@@ -287,7 +287,7 @@ def test_the_same_task_from_two_archives_is_refused(shared, tmp_path):
         ({"bias_activation_fusion": False, "activation": "relu"}, False),
     ],
 )
-def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config: dict[str, Any], exact: bool):
+def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config, exact):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     folder = folder_of(source, tmp_path / "o")
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
@@ -297,7 +297,7 @@ def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(tmp_path, config: dict[str, A
     ("args", "exact"),
     [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
 )
-def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(tmp_path, args: dict[str, Any], exact: bool):
+def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(tmp_path, args, exact):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
     folder = folder_of(source, tmp_path / "o")
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
@@ -307,7 +307,7 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(tmp_path, args: dict[str,
     ("args", "exact"),
     [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
 )
-def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool):
+def test_megatron_core_passes_over_openai_gelu(args, exact):
     reader = SimpleNamespace(format="megatron", is_distributed=True)
     config = {"openai_gelu": True, "num_attention_heads": 4, "hidden_size": 16} | args
     facts: Any = SimpleNamespace(reader=reader, config=config)
@@ -323,12 +323,12 @@ def test_megatron_core_passes_over_openai_gelu(args: dict[str, Any], exact: bool
         ({"window_size": [4, 0]}, "window_size = [4, 0]: attention has a window"),
     ],
 )
-def test_settings_that_no_tensor_shows_are_refused(tmp_path, config: dict[str, Any], words: str):
+def test_settings_that_no_tensor_shows_are_refused(tmp_path, config, words):
     source = write_nemo(tmp_path / "x.nemo", config=config)
     assert words in problems_of(source, tmp_path / "o")
 
 
 @pytest.mark.parametrize("flag", ["squared_relu", "quick_geglu"])
-def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path, flag: str):
+def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path, flag):
     source = write_megatron(tmp_path / "m", gpt_tensors(), args={flag: True})
     assert "activation" in problems_of(source, tmp_path / "o")

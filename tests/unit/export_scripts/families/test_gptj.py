@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def test_another_activation_is_refused(hugging_face, tmp_path):
 
 
 @pytest.mark.parametrize("dims", [3, 10])
-def test_rotary_dimensions_that_a_head_lacks_are_refused(hugging_face, tmp_path, dims: int):
+def test_rotary_dimensions_that_a_head_lacks_are_refused(hugging_face, tmp_path, dims):
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": dims})
     assert f"rotary_dim = {dims} is not an even number" in problems_of(source, tmp_path / "out")
 
@@ -67,9 +66,7 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(hugging_face, tmp_path,
         ({"n_heads": 16, "pe": "t5"}, "pe = 't5' cannot be represented"),
     ],
 )
-def test_a_release_whose_configuration_cannot_be_is_refused(
-    release, tmp_path, reported: dict[str, Any], words: str
-):
+def test_a_release_whose_configuration_cannot_be_is_refused(release, tmp_path, reported, words):
     write_json(release / "model.json", reported)
     assert words in problems_of(release / "step_383500", tmp_path / "out")
 
@@ -109,7 +106,7 @@ def test_model_configuration_next_to_the_release_is_used(release, tmp_path):
     ("name", "words"),
     [("wte.bias", "replicated bias differs"), ("h.0.ln_1.weight", "layernorm weight differs")],
 )
-def test_shards_that_break_the_releases_rule_are_refused(release, tmp_path, name: str, words: str):
+def test_shards_that_break_the_releases_rule_are_refused(release, tmp_path, name, words):
     edit(release, 3, name, 0.75)
     with pytest.raises(ValueError, match=words):
         folder_of(release, tmp_path / "out", given=HEADS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,9 +55,7 @@ def test_the_name_of_the_head_in_either_version_is_known(parallel, tmp_path):
         ({"hidden_act": "relu"}, "hidden_act = relu cannot be represented"),
     ],
 )
-def test_settings_that_the_runtime_lacks_are_refused(
-    parallel, tmp_path, settings: dict[str, Any], words: str
-):
+def test_settings_that_the_runtime_lacks_are_refused(parallel, tmp_path, settings, words):
     source = copy_of(parallel, tmp_path / "s", config=settings)
     assert words in problems_of(source, tmp_path / "out")
 
@@ -73,7 +70,7 @@ def test_settings_that_the_runtime_lacks_are_refused(
     ],
 )
 def test_fp16_weights_of_a_model_trained_in_bf16_are_warned_about(
-    parallel, tmp_path, settings: dict[str, Any], data_type: str, warned: bool
+    parallel, tmp_path, settings, data_type, warned
 ):
     source = copy_of(parallel, tmp_path / "s", config=settings)
     assert (
@@ -98,7 +95,7 @@ def test_sizes_of_layer_files_are_read_from_their_tensors(release, tmp_path):
     ],
 )
 def test_absent_settings_of_layer_files_have_the_defaults_of_their_kind_of_file(
-    release, tmp_path, lines: str, expected: tuple[bool, bool]
+    release, tmp_path, lines, expected
 ):
     with (release / "configs/20B.yml").open("a") as file:
         file.write(lines)
@@ -124,7 +121,7 @@ def layer_file(release: Path, rank: int) -> Path:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_output_biases_of_training_ranks_are_summed(release, tmp_path, tp_size: int):
+def test_output_biases_of_training_ranks_are_summed(release, tmp_path, tp_size):
     ranks = [torch.load(layer_file(release, rank), weights_only=True) for rank in (0, 1)]
     total = sum(
         rank[name].float()
@@ -165,7 +162,7 @@ def test_other_architectures_in_layer_files_are_refused(release, tmp_path):
 
 
 @pytest.mark.parametrize("dims", ["7", "-2", "1000"])
-def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(release, tmp_path, dims: str):
+def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(release, tmp_path, dims):
     assert f"rotary_embedding = {dims} is not an even number" in problems_of(
         release, tmp_path / "out", given=(("rotary_embedding", dims),)
     )

@@ -55,9 +55,7 @@ def test_a_model_with_a_head_is_converted_without_it(tiny, tmp_path):
     ],
     ids=["decoder", "positions", "activation", "cross attention"],
 )
-def test_models_that_ft_cannot_express_are_refused(
-    tiny, tmp_path, settings: dict[str, object], words: str
-):
+def test_models_that_ft_cannot_express_are_refused(tiny, tmp_path, settings, words):
     source = copy_of(tiny, tmp_path / "hf", config=settings)
     with pytest.raises(ValueError, match=words):
         converted(source, tmp_path / "out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,14 +38,12 @@ def test_stated_values_that_ask_for_other_tensors_are_refused(golden, tmp_path):
         (("head_num", "-1"), "head_num = -1: tensors"),
     ],
 )
-def test_stated_sizes_that_no_tensor_has_are_refused(
-    golden, tmp_path, given: tuple[str, str], words: str
-):
+def test_stated_sizes_that_no_tensor_has_are_refused(golden, tmp_path, given, words):
     assert words in problems_of(golden / "bloom/tiny/source", tmp_path, given=(given,))
 
 
 @pytest.mark.parametrize("key", ["activation_type", "layernorm_type"])
-def test_stated_choices_that_no_loader_has_are_refused(golden, tmp_path, key: str):
+def test_stated_choices_that_no_loader_has_are_refused(golden, tmp_path, key):
     text = problems_of(golden / "gpt2/tiny/source", tmp_path, given=((key, "scalenorm"),))
     assert "scalenorm" in text
     assert "known: " in text
@@ -54,7 +51,7 @@ def test_stated_choices_that_no_loader_has_are_refused(golden, tmp_path, key: st
 
 @pytest.mark.parametrize("case", ["gpt2/tiny", "bloom/tiny", "opt/pre_ln"])
 def test_a_head_that_differs_from_its_embedding_counts_whatever_the_settings_say(
-    golden, tmp_path, case: str
+    golden, tmp_path, case
 ):
     values = torch.randn(131, 32)
     source = copy_of(golden / case / "source", tmp_path / "s", tensors={"lm_head.weight": values})
@@ -88,7 +85,7 @@ def test_every_missing_activation_range_is_named(golden, tmp_path):
         (";%", "gpt"),
     ],
 )
-def test_a_name_does_not_spoil_the_configuration(golden, tmp_path, name: str, kept: str):
+def test_a_name_does_not_spoil_the_configuration(golden, tmp_path, name, kept):
     source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config={"_name_or_path": name})
     assert converted(source, tmp_path).config.model_name == kept
 
@@ -120,9 +117,7 @@ def test_a_name_does_not_spoil_the_configuration(golden, tmp_path, name: str, ke
         ("bloom/tiny", {"quantization_config": "int8"}, "quant_method = int8"),
     ],
 )
-def test_models_beyond_the_layout_are_refused(
-    golden, tmp_path, case: str, settings: dict[str, Any], words: str
-):
+def test_models_beyond_the_layout_are_refused(golden, tmp_path, case, settings, words):
     source = copy_of(golden / case / "source", tmp_path / "s", config=settings)
     assert words in problems_of(source, tmp_path)
 

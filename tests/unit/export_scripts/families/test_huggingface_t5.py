@@ -52,7 +52,7 @@ def test_stacks_with_embeddings_of_their_own_are_refused(tied, tmp_path):
     ],
 )
 def test_the_activation_takes_precedence_over_the_name_it_is_derived_from(
-    tied, tmp_path, settings: dict[str, object], expected: tuple[str, bool, bool]
+    tied, tmp_path, settings, expected
 ):
     kept = {"dense_act_fn": "relu", "is_gated_act": False} | settings
     config = converted(copy_of(tied, tmp_path / "hf", config=kept), tmp_path / "out").config
@@ -92,7 +92,7 @@ def test_the_unread_table_of_early_files_is_left_out(tied, tmp_path):
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.24.0"])
-def test_it_is_said_of_an_mt5_that_releases_scale_differently(tied, tmp_path, version: str):
+def test_it_is_said_of_an_mt5_that_releases_scale_differently(tied, tmp_path, version):
     settings = {"model_type": "mt5", "tie_word_embeddings": True, "transformers_version": version}
     source = copy_of(tied, tmp_path / "hf", config=settings)
     is_said = "tie_word_embeddings=False" in remarks_of(source, tmp_path / "out")
@@ -110,9 +110,7 @@ def test_it_is_said_of_an_mt5_that_releases_scale_differently(tied, tmp_path, ve
     ],
     ids=["decoder", "activation", "umt5", "quantised", "reach"],
 )
-def test_models_that_ft_cannot_express_are_refused(
-    tied, tmp_path, settings: dict[str, object], words: str
-):
+def test_models_that_ft_cannot_express_are_refused(tied, tmp_path, settings, words):
     assert words in refusal(copy_of(tied, tmp_path / "hf", config=settings), tmp_path)
 
 

@@ -137,7 +137,7 @@ def test_what_megatron_core_keeps_in_fp32_stays_so(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["bridge", "nemo2"])
-def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path):
+def test_nemo_2_and_megatron_bridge_state_the_same(form, tmp_path):
     folder = original(tmp_path)
     renamed = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon",
                "max_position_embeddings": "seq_length"}  # fmt: skip
@@ -162,7 +162,7 @@ def test_nemo_2_and_megatron_bridge_state_the_same(form: str, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["embedding", "a head of its own"])
-def test_a_tied_head_is_written(where: str, tmp_path):
+def test_a_tied_head_is_written(where, tmp_path):
     folder = original(tmp_path)
     tensors = core_hybrid(folder)
     tensors["output_layer.weight"] = tensors["embedding.word_embeddings.weight"].clone()
@@ -206,9 +206,7 @@ def test_a_tied_head_is_written(where: str, tmp_path):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_transformers_does_not_compute_is_refused_by_name(
-    changes: Mapping[str, Any], words: str, tmp_path
-):
+def test_what_transformers_does_not_compute_is_refused_by_name(changes, words, tmp_path):
     source = write_core(tmp_path, core_hybrid(original(tmp_path)), **changes)
     assert words in problems(source, tmp_path / "out")
 
@@ -224,9 +222,7 @@ def test_what_transformers_does_not_compute_is_refused_by_name(
     ],
     ids=str,
 )
-def test_settings_of_transformers_come_back(
-    changes: dict[str, Any], expected: Mapping[str, Any], tmp_path
-):
+def test_settings_of_transformers_come_back(changes, expected, tmp_path):
     folder = original(tmp_path, **changes)
     made = written(folder, tmp_path)
     config = read_json(made / "config.json")
@@ -239,7 +235,7 @@ def test_settings_of_transformers_come_back(
     [("time_step_limit", [0.0, 0.1]), ("n_shared_experts", 2), ("use_conv_bias", False),
      ("hybrid_override_pattern", "M*x"), ("mamba_hidden_act", "gelu")],
 )  # fmt: skip
-def test_settings_that_change_the_function_are_refused_by_name(setting: str, value: Any, tmp_path):
+def test_settings_that_change_the_function_are_refused_by_name(setting, value, tmp_path):
     folder = original(tmp_path)
     file = folder / "config.json"
     config = read_json(file) | {setting: value}

@@ -62,7 +62,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("version", [None, "4.57.6", "5.24.1", "5.25.0.dev0", "6.0"])
-def test_another_type_s_setting_is_refused_of_a_release_that_is_not_known(version: str | None):
+def test_another_type_s_setting_is_refused_of_a_release_that_is_not_known(version):
     config = {"model_type": "llama", "logits_scaling": 3.0, "transformers_version": version}
     reader = CheckpointReader("huggingface", Path("x"), config, {}, ())
     is_known = version is None or _release(version) <= RELEASE
@@ -83,7 +83,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_what_publishers_state_is_known_of_their_model_alone(kind: str):
+def test_what_publishers_state_is_known_of_their_model_alone(kind):
     def refused(**settings: Any) -> set[str]:
         reader = CheckpointReader("huggingface", Path("x"), settings, {}, ())
         return set(huggingface_obstacles(Facts(reader, 1, "fp32")))
@@ -118,7 +118,7 @@ def test_each_setting_has_a_use():
 
 
 @pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*", "bert", "t5", "mt5"}))
-def test_an_absent_setting_has_the_default_of_transformers(kind: str):
+def test_an_absent_setting_has_the_default_of_transformers(kind):
     whole = CONFIG_MAPPING[kind]().to_dict()
     rows = [row for row in setting_table("decoder") if row.kind in ("size", "count")]
     stated = {"model_type", *(name for row in rows for name in row.names.split())}
@@ -146,7 +146,7 @@ def test_an_absent_setting_has_the_default_of_transformers(kind: str):
 
 
 @pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*"}))
-def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str):
+def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind):
     found = huggingface_settings().items()
     own = {name: values[0] for (each, name), values in found if each == kind and values}
     config = {**own, "model_type": kind, "is_causal": False, "of_next_year": 1, "use_cache": False}
@@ -166,12 +166,12 @@ def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str):
         ({"moe_latent_size": 8, "use_mup": True}, {"use_mup"}),
     ],
 )
-def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[str]):
+def test_a_setting_is_known_or_refused(settings, refused):
     assert megatron_obstacles(settings).keys() == refused
 
 
 @pytest.mark.parametrize("table", ["rope_scaling", "rope_parameters"])
-def test_a_parameter_of_rotary_positions_is_known_or_refused(table: str):
+def test_a_parameter_of_rotary_positions_is_known_or_refused(table):
     given = {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2], "finetuned": True}
     for nested, path in ((given, table), ({"full_attention": given}, f"{table}.full_attention")):
         config = {"model_type": "llama", table: nested}
@@ -200,7 +200,7 @@ def test_a_setting_that_the_user_passes_is_remembered(tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["use-mup", "sliding-window-width", "geglu", "of-next-year"])
-def test_a_setting_of_gpt_neox_is_known_or_refused(setting: str):
+def test_a_setting_of_gpt_neox_is_known_or_refused(setting):
     config = {setting: 8, "pos-emb": "rotary", "hidden-dropout": 0.1, "lr": 0.1}
     reader = CheckpointReader("eleuther", Path("x"), config, {}, ())
     assert eleuther_obstacles(Facts(reader, 1, "fp32")).keys() == {setting}

@@ -27,13 +27,13 @@ def read(config: dict[str, Any], **options: Any) -> Any:
         {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": None},
     ],
 )
-def test_old_and_new_spellings_mean_the_same(config: dict[str, Any]):
+def test_old_and_new_spellings_mean_the_same(config):
     rotary = read(config)
     assert rotary == {"rotary_embedding": 4, "rotary_base": 5e5}
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_scaling_is_named_by_either_key(key: str):
+def test_scaling_is_named_by_either_key(key):
     rotary = read({"rope_scaling": {key: "linear", "factor": 2.0}})
     assert (rotary["rotary_scaling_type"], rotary["rotary_factor"]) == ("linear", 2.0)
 
@@ -65,7 +65,7 @@ def test_unknown_scaling_is_reported_with_the_known_ones():
     [("rope_theta", "rope_theta"), ("rotary_emb_base", "rope_theta"),
      ("partial_rotary_factor", "partial_rotary_factor"), ("rotary_pct", "partial_rotary_factor")],
 )  # fmt: skip
-def test_two_values_of_which_releases_read_different_ones_are_refused(outside: str, name: str):
+def test_two_values_of_which_releases_read_different_ones_are_refused(outside, name):
     stated = {"model_type": "gpt_neox", outside: 0.5}
     assert read({**stated, "rope_parameters": {name: 0.5}})
     with pytest.raises(ValueError, match=name):

@@ -62,7 +62,7 @@ def test_required_decoder_keys_are_named():
 
 
 @pytest.mark.parametrize(("files", "has_head"), [(["lm_head.weight.bin"], True), ([], False)])
-def test_folders_of_other_converters_show_their_head_by_its_file(files: list[str], has_head: bool):
+def test_folders_of_other_converters_show_their_head_by_its_file(files, has_head):
     sections = t5().sections()
     del sections["decoder"]["has_lm_head"]
     assert T5Config.from_sections(sections, files).has_lm_head is has_head
@@ -75,7 +75,7 @@ def test_biases_decide_norm_and_scaling():
 
 
 @pytest.mark.parametrize("word", ["absolute", "learned_absolute", "Relative"])
-def test_every_word_but_relative_means_absolute(word: str):
+def test_every_word_but_relative_means_absolute(word):
     assert t5(position_embedding_type=word).architecture().position == "absolute"
 
 
@@ -98,6 +98,6 @@ def test_bert_takes_the_loaders_constants_where_keys_are_absent():
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "geglu"])
-def test_bert_activations_that_the_loader_has_not_are_refused(activation: str):
+def test_bert_activations_that_the_loader_has_not_are_refused(activation):
     with pytest.raises(ValueError, match=activation):
         bert(activation_type=activation).architecture()

@@ -78,7 +78,7 @@ def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path):
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32])
-def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path):
+def test_prompt_tables_have_the_type_of_the_folder(stored, tmp_path):
     # NVIDIA's converter keeps the archive's type, which the loader reads as something else.
     table = torch.randn(3, 20).to(stored)
     archive = write_prompts(tmp_path / "p.nemo", {"boolq": table})
@@ -123,7 +123,7 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIG_REFUSALS)
-def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path):
+def test_models_that_ft_cannot_express_are_refused(case, tmp_path):
     both, decoder, words = CONFIG_REFUSALS[case]
     config = t5_config(MODEL)
     config["encoder"] |= both
@@ -156,7 +156,7 @@ def test_stages_without_a_split_are_refused(tmp_path):
     ],
     ids=["split", "layers", "no split"],
 )
-def test_a_malformed_division_into_stages_is_named(config: dict[str, Any], said: str, tmp_path):
+def test_a_malformed_division_into_stages_is_named(config, said, tmp_path):
     source = nemo(tmp_path, pp=2, split=1, config=config)
     text = refusal(source, tmp_path)
     assert text.startswith(str(source))
@@ -202,7 +202,7 @@ def test_strange_tensors_of_an_archive_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_archives_of_another_model_are_refused_by_shape(tmp_path, in_place: bool):
+def test_archives_of_another_model_are_refused_by_shape(tmp_path, in_place):
     wide = replace(MODEL, inter_size=36)
     archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(wide), wide)
     text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,), ia3_in_place=in_place)
@@ -221,7 +221,7 @@ def test_archives_trained_on_other_ranks_are_refused(tmp_path):
     [{"norm_position": "post"}, {"norm_type": "layernorm"}, {"type": "parallel_adapter"}],
     ids=str,
 )
-def test_other_kinds_of_adapters_are_refused(tuning: dict[str, str], tmp_path):
+def test_other_kinds_of_adapters_are_refused(tuning, tmp_path):
     archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL, tuning=tuning)
     text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
     ((key, value),) = tuning.items()

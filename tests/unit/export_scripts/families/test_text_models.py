@@ -100,7 +100,7 @@ def _logits(folder: Path, kind: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_texts_have_the_logits_of_the_whole(name: str, tmp_path):
+def test_texts_have_the_logits_of_the_whole(name, tmp_path):
     source = write_whole(name, tmp_path / "source")
     done = convert(request_of(source, tmp_path / "out", output_format="huggingface"))
     kind = read_json(done.ft_dir / "config.json")["model_type"]
@@ -168,9 +168,7 @@ def _text(**settings: Any) -> Callable[[dict[str, Any]], None]:
         (lambda config: config.update(model_type="idefics3"), "model type idefics3"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(
-    change: Callable[[dict[str, Any]], None], words: str, qwen, tmp_path
-):
+def test_what_is_not_known_is_refused_by_name(change, words, qwen, tmp_path):
     source = _changed(qwen, tmp_path / "source", change)
     assert words in problems_of(source, tmp_path / "out", output_format="huggingface")
 

@@ -120,7 +120,7 @@ def test_mappings_have_names_of_their_own_and_a_listed_family():
     dict.fromkeys(mapping.family for mapping in table.SOURCE_MAPPINGS),
     ids=lambda family: family.name,
 )
-def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily):
+def test_a_layout_names_fields_and_properties_of_its_config(family):
     fields = {field.name for field in dataclasses.fields(family.config)}
     for spec in family.layout:
         conditions = (each.removeprefix("not ").partition("=")[0] for each in spec.when)

@@ -35,7 +35,7 @@ CONFIG = GPTConfig(
         ("\ufeff[a]\nk = v", {"a": {"k": "v"}}),
     ],
 )
-def test_the_loaders_reading_rules(text: str, expected: dict[str, dict[str, str]]):
+def test_the_loaders_reading_rules(text, expected):
     assert parse_ini(text) == expected
 
 
@@ -50,12 +50,12 @@ def test_a_line_that_is_no_pair_is_reported():
 
 
 @pytest.mark.parametrize(("text", "value"), [("12", 12), ("-3", -3), ("0x10", 16), ("010", 8)])
-def test_integers_are_read_like_strtol(text: str, value: int):
+def test_integers_are_read_like_strtol(text, value):
     assert parse_integer(text) == value
 
 
 @pytest.mark.parametrize("text", ["None", "", "1.5", "4 heads"])
-def test_values_that_would_end_the_server_are_refused(text: str):
+def test_values_that_would_end_the_server_are_refused(text):
     with pytest.raises(ValueError, match="is not an integer"):
         parse_integer(text)
 
@@ -69,7 +69,7 @@ def test_written_configs_read_back_equal(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a%b", "x ; y", "a\nb", "", "x" * 190])
-def test_values_that_read_back_differently_are_refused(name: str):
+def test_values_that_read_back_differently_are_refused(name):
     with pytest.raises(ValueError, match=r"config\.ini \[gpt\] model_name"):
         config_text(replace(CONFIG, model_name=name))
 

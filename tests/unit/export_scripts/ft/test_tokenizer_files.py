@@ -20,7 +20,5 @@ FOUND = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", 
         (["vocab.txt"], ["tokenizer_config.json"]),
     ],
 )
-def test_no_other_tokenizer_can_be_taken_in_place_of_the_given_one(
-    given: list[str], kept: list[str]
-):
+def test_no_other_tokenizer_can_be_taken_in_place_of_the_given_one(given, kept):
     assert [name for name in FOUND if not is_replaced(name, given)] == kept

@@ -52,7 +52,7 @@ def test_malformed_text_is_refused():
 
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("model_type", ["GPT", "GPT-J", "GPT-NeoX"])
-def test_every_ensemble_tensor_has_one_source_and_fitting_names(model_type: str, decoupled: bool):
+def test_every_ensemble_tensor_has_one_source_and_fitting_names(model_type, decoupled):
     model = MODEL_SIGNATURES[model_type]
     outer = ensemble(model)
     steps = ensemble_steps(model, model_name="gpt", decoupled=decoupled)

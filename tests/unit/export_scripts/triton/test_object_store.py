@@ -18,7 +18,7 @@ from foundations.errors import first_names
         "s3://https://s:443/b",
     ],
 )
-def test_places_are_named_as_triton_wants_them(url: str):
+def test_places_are_named_as_triton_wants_them(url):
     assert parse_location(url).triton_url == url
     assert parse_location(f"{url}/").triton_url == url
 
@@ -26,7 +26,7 @@ def test_places_are_named_as_triton_wants_them(url: str):
 @pytest.mark.parametrize(
     "url", ["gs://bucket/a", "s3://", "/data/repo", "s3://b/a?x=1", "s3://localhost:5005/bucket"]
 )
-def test_other_urls_are_refused(url: str):
+def test_other_urls_are_refused(url):
     with pytest.raises(ValueError, match=r"is not of the form s3://bucket/prefix"):
         parse_location(url)
 

@@ -124,7 +124,7 @@ def test_a_bert_is_not_served_as_another_encoder(request_):
 
 
 @pytest.mark.parametrize("portable", [True, False])
-def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(request_, portable: bool):
+def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(request_, portable):
     (request_.weights_dir / "config.ini").write_text(BERT_CONFIG)
     request = replace(request_, engine="fastertransformer", ensemble=False, portable=portable)
     config = _config(build_repository(request)[0])
@@ -238,9 +238,7 @@ def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path):
         ("fastertransformer", "bert", 2, ""),
     ],
 )
-def test_int8_mode_is_one_switch_of_both_engines(
-    engine: str, model_type: str | None, int8_mode: int, reported: str
-):
+def test_int8_mode_is_one_switch_of_both_engines(engine, model_type, int8_mode, reported):
     wanted = RepositoryRequest(
         model_dir=Path("/r/gpt"),
         tp_size=1,

@@ -39,7 +39,7 @@ def test_gpt_takes_the_shipped_inputs_and_the_additions():
 
 
 @pytest.mark.parametrize("model_type", ["GPT-J", "GPT-NeoX"])
-def test_rotary_families_take_no_prompt_embeddings(model_type: str):
+def test_rotary_families_take_no_prompt_embeddings(model_type):
     model = MODEL_SIGNATURES[model_type]
     assert _names(model, optional=True) == SHIPPED_GPTJ | {"presence_penalty", "min_length"}
     outputs = [tensor.name for tensor in model.outputs]
@@ -64,7 +64,7 @@ def test_t5_has_sequence_length_as_input_and_as_output_of_other_type():
 
 
 @pytest.mark.parametrize(("data_type", "dtype"), [("fp16", "FP16"), ("fp32", "FP32")])
-def test_encoder_outputs_have_the_computation_type(data_type: str, dtype: str):
+def test_encoder_outputs_have_the_computation_type(data_type, dtype):
     for model_type in ("T5-Encoder", "bert"):
         model = model_signature(model_type, data_type=data_type)
         assert model.output("output_hidden_state").dtype == dtype
@@ -73,7 +73,7 @@ def test_encoder_outputs_have_the_computation_type(data_type: str, dtype: str):
 @pytest.mark.parametrize(
     ("data_type", "dtype"), [("fp16", "FP16"), ("fp32", "FP32"), ("bf16", "FP32")]
 )
-def test_prompt_embeddings_never_need_a_type_that_clients_cannot_send(data_type: str, dtype: str):
+def test_prompt_embeddings_never_need_a_type_that_clients_cannot_send(data_type, dtype):
     model = model_signature("GPT", data_type=data_type)
     assert model.input("request_prompt_embedding").dtype == dtype
 
@@ -107,7 +107,7 @@ def test_interactive_shapes_gain_an_axis():
     ("model_type", "dtype"),
     [("GPT", "INT32"), ("GPT-J", "INT32"), ("GPT-NeoX", "UINT32"), ("T5", "INT32")],
 )
-def test_models_around_nvidias_backend_take_the_lengths_that_it_sends(model_type: str, dtype: str):
+def test_models_around_nvidias_backend_take_the_lengths_that_it_sends(model_type, dtype):
     model = model_signature(model_type, data_type="fp16")
     sent = as_sent_by_fastertransformer(model, model_type)
     assert postprocessing(sent).input("sequence_length").dtype == dtype

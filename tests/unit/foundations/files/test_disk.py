@@ -48,7 +48,7 @@ def write(path: Path, sizes: list[int], *, aligned: bool = True) -> bytes:
     ],
 )
 @pytest.mark.parametrize("aligned", [True, False])
-def test_files_hold_the_written_bytes(tmp_path, sizes: list[int], aligned: bool):
+def test_files_hold_the_written_bytes(tmp_path, sizes, aligned):
     expected = write(tmp_path / "x", sizes, aligned=aligned)
     assert (tmp_path / "x").read_bytes() == expected
 
@@ -79,7 +79,7 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_full_disk_names_its_mount_and_the_remedy(tmp_path, monkeypatch, named: bool):
+def test_full_disk_names_its_mount_and_the_remedy(tmp_path, monkeypatch, named):
     path = tmp_path / "not" / "there.bin"
     error = OSError(errno.ENOSPC, "No space left on device", str(path) if named else None)
     if not named:

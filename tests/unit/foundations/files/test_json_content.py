@@ -8,7 +8,7 @@ from foundations.files.json_content import json_object
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_an_object_is_read_in_every_encoding_of_json(encoding: str):
+def test_an_object_is_read_in_every_encoding_of_json(encoding):
     assert json_object('{"ü": 1}'.encode(encoding), "a.json") == {"ü": 1}
 
 
@@ -23,7 +23,7 @@ def test_an_object_is_read_in_every_encoding_of_json(encoding: str):
         ("null", "it is of type NoneType"),
     ],
 )
-def test_anything_else_is_refused_by_name(content: bytes | str, reason: str):
+def test_anything_else_is_refused_by_name(content, reason):
     with pytest.raises(ValueError, match=r"^a\.json is not a JSON object: .*; copy it$") as caught:
         json_object(content, "a.json", remedy="copy it")
     assert reason in str(caught.value)

@@ -87,7 +87,7 @@ def answering() -> Iterator[Host]:
     made.close()
 
 
-def test_steps_come_in_order_and_the_result_last(answering: Host) -> None:
+def test_steps_come_in_order_and_the_result_last(answering):
     model = Model()
     answering.ask("a", model, REQUEST)
     for step in ("one", "nothing", "two"):
@@ -106,9 +106,7 @@ def test_steps_come_in_order_and_the_result_last(answering: Host) -> None:
     ],
 )
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_each_request_that_fails_has_its_answer(
-    answering: Host, error: Exception, answer: tuple[str, str], noted: str, is_taken: bool
-) -> None:
+def test_each_request_that_fails_has_its_answer(answering, error, answer, noted, is_taken):
     model = Model(error=None if is_taken else error)
     if is_taken:
         model.future.set_exception(error)
@@ -118,7 +116,7 @@ def test_each_request_that_fails_has_its_answer(
     assert model.noted == ["failed" if is_taken else noted]
 
 
-def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> None:
+def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that():
     model, put = Model(), list[Any]()
     asked = EngineRequest(model, LARGE, put.append)
     with ThreadPoolExecutor() as pool:
@@ -135,7 +133,7 @@ def test_a_step_that_comes_before_its_request_is_submitted_waits_for_that() -> N
     assert (model.noted, model.running) == (["completed"], set())
 
 
-def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
+def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody():
     model = Model(error=ValueError("too long"))
     asked = EngineRequest(model, LARGE, list[Any]().append)
     asked.end()
@@ -144,7 +142,7 @@ def test_a_refusal_of_what_was_given_up_meanwhile_harms_nobody() -> None:
 
 
 @pytest.mark.parametrize("request_", [REQUEST, LARGE])
-def test_a_request_whose_client_leaves_is_given_up(answering: Host, request_: InferRequest) -> None:
+def test_a_request_whose_client_leaves_is_given_up(answering, request_):
     model = Model()
     answering.ask("a", model, request_)
     assert model.begins.wait(10)
@@ -154,7 +152,7 @@ def test_a_request_whose_client_leaves_is_given_up(answering: Host, request_: In
     until(model.future.cancelled, "the end")
 
 
-def test_a_request_whose_client_needs_no_more_is_completed(answering: Host) -> None:
+def test_a_request_whose_client_needs_no_more_is_completed(answering):
     model = Model()
     answering.ask("a", model, REQUEST)
     assert not model.on_step("some")
@@ -165,7 +163,7 @@ def test_a_request_whose_client_needs_no_more_is_completed(answering: Host) -> N
     assert model.noted == ["completed"]
 
 
-def test_a_canary_is_refused_while_the_engine_makes_steps(answering: Host) -> None:
+def test_a_canary_is_refused_while_the_engine_makes_steps(answering):
     model, canary = Model(), InferRequest({}, is_canary=True)
     answering.ask("a", model, REQUEST)
     answering.ask("first", model, canary)
@@ -232,7 +230,7 @@ class Value(str):
         return self
 
 
-def test_triton_gets_each_response_and_one_that_is_final(host: TritonHost) -> None:
+def test_triton_gets_each_response_and_one_that_is_final(host):
     model = Model()
     sender = asked(host, model)
     assert model.begins.wait(10)
@@ -250,15 +248,13 @@ def test_triton_gets_each_response_and_one_that_is_final(host: TritonHost) -> No
         (EngineBusyError("wait"), True, ("UNAVAILABLE: wait", 6)),
     ],
 )
-def test_triton_gets_the_code_of_an_error_on_streams_in_its_text(
-    host: TritonHost, error: Exception, streams: bool, answer: tuple[str, int]
-) -> None:
+def test_triton_gets_the_code_of_an_error_on_streams_in_its_text(host, error, streams, answer):
     sender = asked(host, Model(error=error), streams=streams)
     until(lambda: sender.final, "the end")
     assert sender.sent == [answer]
 
 
-def test_triton_is_told_of_the_end_of_a_request_whose_client_has_left(host: TritonHost) -> None:
+def test_triton_is_told_of_the_end_of_a_request_whose_client_has_left(host):
     model = Model()
     sender = asked(host, model)
     assert model.begins.wait(10)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[4]
 NAMES = {f"{e.name}_bucket" if e.kind == "HISTOGRAM" else e.name for e in metrics.METRICS}
 
 
-def test_the_times_of_a_request_follow_from_its_moments() -> None:
+def test_the_times_of_a_request_follow_from_its_moments():
     times = RequestTimes(10.0)
     assert (times.queued_s, times.first_token_s, times.between_tokens_s) == (None, None, None)
     times.began = 11.0
@@ -30,14 +30,14 @@ def test_the_times_of_a_request_follow_from_its_moments() -> None:
     assert times.steps == 3
 
 
-def test_names_are_by_prometheus_conventions() -> None:
+def test_names_are_by_prometheus_conventions():
     for each in metrics.METRICS:
         assert re.fullmatch(r"slipway_[a-z]+(_[a-z]+)*", each.name)
         assert each.name.endswith("_total") == (each.kind == "COUNTER")
         assert each.kind != "HISTOGRAM" or each.name.endswith(("_seconds", "_tokens"))
 
 
-def test_requests_and_load_change_the_metrics_of_their_rows() -> None:
+def test_requests_and_load_change_the_metrics_of_their_rows():
     load = EngineLoad(running=2, slots=4, prompt_tokens=5)
     kept = metrics.ModelMetrics("m", Instance(1, 2), lambda: load, {"version": "7"})
     times = RequestTimes(10.0, began=11.0, generated_tokens=3, reasons=("end", "stop"))
@@ -62,7 +62,7 @@ def test_requests_and_load_change_the_metrics_of_their_rows() -> None:
     }
 
 
-def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+def test_the_dashboard_shows_every_metric_and_no_other():
     dashboard = json.loads((ROOT / "docker" / "grafana_dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
@@ -74,7 +74,7 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     assert variables == ["datasource", "namespace", "model"]
 
 
-def test_the_alerts_are_about_metrics_that_there_are() -> None:
+def test_the_alerts_are_about_metrics_that_there_are():
     (group,) = yaml.safe_load((ROOT / "docker" / "alert_rules.yaml").read_text())["groups"]
     for rule in group["rules"]:
         names = set(re.findall(r"slipway_\w+", rule["expr"]))
@@ -84,13 +84,13 @@ def test_the_alerts_are_about_metrics_that_there_are() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
-def test_the_share_of_the_cache_is_from_0_to_1() -> None:
+def test_the_share_of_the_cache_is_from_0_to_1():
     assert EngineLoad().cache_share == 0
     assert EngineLoad(running=3, slots=4).cache_share == 0.75
     assert EngineLoad(running=3, slots=4, blocks=10, blocks_used=5).cache_share == 0.5
 
 
-def test_the_document_names_every_metric() -> None:
+def test_the_document_names_every_metric():
     text = (ROOT / "docs" / "serving.md").read_text()
     assert not {name.removesuffix("_bucket") for name in NAMES} - set(
         re.findall(r"slipway_\w+", text)
@@ -108,7 +108,7 @@ nv_inference_count{model="a",version="1"} 1
 """
 
 
-def test_metrics_may_have_the_names_of_vllm() -> None:
+def test_metrics_may_have_the_names_of_vllm():
     assert (
         "\n".join(map(metrics.vllm_line, METRICS.split("\n")))
         == """\

@@ -41,14 +41,12 @@ def _settings(parameters: dict[str, str], **config: Any) -> ModelSettings:
         ({"model_checkpoint_path": "/"}, "weights", "/"),
     ],
 )
-def test_weights_are_looked_for_in_the_contracts_order(
-    parameters: dict[str, str], file_name: str, expected: str
-) -> None:
+def test_weights_are_looked_for_in_the_contracts_order(parameters, file_name, expected):
     settings = _settings(REQUIRED | parameters, default_model_filename=file_name)
     assert settings.checkpoint_path == Path(expected)
 
 
-def test_all_missing_and_wrong_parameters_are_listed() -> None:
+def test_all_missing_and_wrong_parameters_are_listed():
     with pytest.raises(ValueError, match=r"config\.pbtxt of gpt") as caught:
         _settings(
             {"tensor_para_size": "0", "data_type": "fp8", "strict_lengths": "true"}
@@ -67,9 +65,7 @@ def test_all_missing_and_wrong_parameters_are_listed() -> None:
     ]
 
 
-def test_relative_path_counts_from_where_the_server_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_path_counts_from_where_the_server_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = {"model_checkpoint_path": "./models/gpt/2-gpu/"}
     with pytest.raises(ValueError, match=r"path=\./models/gpt/2-gpu/ is relative, and there is"):
@@ -82,19 +78,19 @@ def test_relative_path_counts_from_where_the_server_was_started(
 
 
 @pytest.mark.parametrize(("is_half", "data_type"), [("1", "fp16"), ("0", "fp32")])
-def test_older_files_say_is_half(is_half: str, data_type: str) -> None:
+def test_older_files_say_is_half(is_half, data_type):
     sizes = {"tensor_para_size": "2", "pipeline_para_size": "1"}
     assert _settings(sizes | {"is_half": is_half}).placement.data_type == data_type
     assert _settings(REQUIRED | {"is_half": "0"}).placement.data_type == "fp16"
 
 
-def test_unknown_parameters_are_kept_for_a_warning() -> None:
+def test_unknown_parameters_are_kept_for_a_warning():
     settings = _settings(REQUIRED | {"is_horse": "1", "enable_custom_all_reduce": "1"})
     assert settings.unknown == ("is_horse",)
     assert settings.without_effect == ("enable_custom_all_reduce",)
 
 
-def test_engine_bounds_come_from_parameters_of_their_names() -> None:
+def test_engine_bounds_come_from_parameters_of_their_names():
     settings = _settings(
         REQUIRED | {"max_lanes": "3", "max_stall_s": "0.5", "output_log_probs_mode": "full"}
     )
@@ -103,7 +99,7 @@ def test_engine_bounds_come_from_parameters_of_their_names() -> None:
     assert settings.engine.output_log_probs_mode == "full"
 
 
-def test_the_document_shows_the_table() -> None:
+def test_the_document_shows_the_table():
     rows = [
         (f"`{name}`", each.default, each.kind.words, each.meaning)
         for name, each in PARAMETERS.items()
@@ -112,7 +108,7 @@ def test_the_document_shows_the_table() -> None:
     assert table in (ROOT / "docs" / "engine.md").read_text()
 
 
-def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:
+def test_options_of_the_engine_are_parameters_with_the_same_defaults():
     defaults = EngineOptions()
     options = {field.name for field in fields(EngineOptions)} - {
         "session_idle_s",  # of the sequence batching in config.pbtxt

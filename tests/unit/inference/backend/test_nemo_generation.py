@@ -70,7 +70,7 @@ def sentences(outputs: dict[str, Any]) -> list[str]:
     return [text.decode() for text in outputs["sentences"][:, 0]]
 
 
-def test_outputs_are_those_of_the_interface(model: NemoModel) -> None:
+def test_outputs_are_those_of_the_interface(model):
     (outputs,) = infer(model, [request(["in the end", "a"], max_length=4, add_BOS=True)])
     assert list(outputs) == [tensor.name for tensor in declared("nemo").outputs]
     assert outputs["sentences"].shape == (2, 1)
@@ -80,9 +80,7 @@ def test_outputs_are_those_of_the_interface(model: NemoModel) -> None:
     assert outputs["token_ids"].dtype == np.int32
 
 
-def test_greedy_answer_is_that_of_the_text_interface(
-    model: NemoModel, engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_greedy_answer_is_that_of_the_text_interface(model, engine, tokenizer):
     prompt = "the end of"
     (outputs,) = infer(model, [request([prompt], max_length=6, add_BOS=False, top_p=0.3)])
     plain = text_model(TextModel, engine, tokenizer)
@@ -98,16 +96,14 @@ def test_greedy_answer_is_that_of_the_text_interface(
     assert sentences(outputs) == [expected["sentences"][0, 0, 0].decode()]
 
 
-def test_start_token_goes_in_front_and_is_not_part_of_the_text(
-    model: NemoModel, engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_start_token_goes_in_front_and_is_not_part_of_the_text(model, engine, tokenizer):
     (outputs,) = infer(model, [request(["the end"], max_length=2)])  # add_BOS by default
     prompt = [engine.limits.start_id, *tokenizer.encode("the end")]
     assert outputs["token_ids"][0, 0, : len(prompt)].tolist() == prompt
     assert sentences(outputs)[0].startswith("the end")
 
 
-def test_answer_ends_with_an_end_string(model: NemoModel, tokenizer: Tokenizer) -> None:
+def test_answer_ends_with_an_end_string(model, tokenizer):
     plain = request(["the end"], max_length=8, add_BOS=False)
     (outputs,) = infer(model, [plain])
     prompt = len(tokenizer.encode("the end"))
@@ -122,7 +118,7 @@ def test_answer_ends_with_an_end_string(model: NemoModel, tokenizer: Tokenizer) 
     assert ended["token_ids"][0, 0, prompt:].tolist() == answer[: answer.index(answer[place]) + 1]
 
 
-def test_minimum_length_holds_the_end_token_back(model: NemoModel) -> None:
+def test_minimum_length_holds_the_end_token_back(model):
     options: dict[str, Any] = {"use_greedy": False, "top_k": 0, "top_p": 1.0, "add_BOS": False}
     (outputs,) = infer(model, [request(["a"] * 8, max_length=12, min_length=12, **options)])
     assert len({*sentences(outputs)}) > 1, "sampled rows have seeds of their own"
@@ -130,9 +126,7 @@ def test_minimum_length_holds_the_end_token_back(model: NemoModel) -> None:
     assert (outputs["token_ids"] == end_id).sum() == 0
 
 
-def test_a_task_puts_its_virtual_tokens_in_front(
-    model: NemoModel, engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_a_task_puts_its_virtual_tokens_in_front(model, engine, tokenizer):
     (outputs,) = infer(model, [request(["the end"], task="squad", max_length=4, add_BOS=False)])
     text, first = tokenizer.encode("the end"), engine.limits.virtual_start_id
     ids = [first, first + 1, first + 2, *text]
@@ -152,9 +146,7 @@ def test_a_task_puts_its_virtual_tokens_in_front(
     assert sentences(outputs)[0].startswith("the end")
 
 
-def test_log_probabilities_and_offsets_are_of_every_token(
-    model: NemoModel, engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_log_probabilities_and_offsets_are_of_every_token(model, engine, tokenizer):
     asked = request(["the end of", "a"], max_length=3, add_BOS=False)
     asked["compute_logprob"] = np.array([[True], [False]])
     (outputs,) = infer(model, [asked])
@@ -179,17 +171,13 @@ def test_log_probabilities_and_offsets_are_of_every_token(
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 1 << 32 | 1), ("min_length", 1 << 40)])
-def test_a_number_that_the_engine_cannot_hold_is_refused(
-    engine: Engine, tokenizer: Tokenizer, name: str, value: int
-) -> None:
+def test_a_number_that_the_engine_cannot_hold_is_refused(engine, tokenizer, name, value):
     asked = {"prompts": np.array([[b"a"]]), name: np.array([[value]], np.int64)}
     with pytest.raises(RequestError, match=rf"{name}\[0\]={value} must be "):
         text_model(NemoDeployModel, engine, tokenizer).begin(asked)
 
 
-def test_nemos_query_clients_are_answered_as_the_example(
-    model: NemoModel, engine: Engine, tokenizer: Tokenizer
-) -> None:
+def test_nemos_query_clients_are_answered_as_the_example(model, engine, tokenizer):
     deployed = text_model(NemoDeployModel, engine, tokenizer, ["squad"])
     prompts = np.array([[b"the end"], [b"a"]])
     (expected,) = infer(model, [request(["the end", "a"], max_length=12)])
@@ -219,7 +207,7 @@ def test_nemos_query_clients_are_answered_as_the_example(
         infer(deployed, [{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
 
 
-def test_all_problems_are_named_at_once(model: NemoModel) -> None:
+def test_all_problems_are_named_at_once(model):
     wrong = request(["a"], task="boolq", max_length=0, top_k=-1, all_probs=True)
     with pytest.raises(RequestError) as caught:
         infer(model, [wrong])

@@ -52,7 +52,7 @@ def sentences(outputs: dict[str, Any]) -> list[list[str]]:
     return [[text.decode() for text in row[:, 0]] for row in outputs["sentences"]]
 
 
-def test_shapes_and_types_are_those_of_the_interface(model: TextModel) -> None:
+def test_shapes_and_types_are_those_of_the_interface(model):
     (outputs,) = infer(model, [request(["in the end", "a"], [4, 9], beams=3)])
     assert {name: (value.dtype.str, value.shape) for name, value in outputs.items()} == {
         "sentences": ("|O", (2, 3, 1)),
@@ -63,8 +63,8 @@ def test_shapes_and_types_are_those_of_the_interface(model: TextModel) -> None:
 
 
 def test_a_sentence_is_the_prompt_and_its_answer_and_is_counted_in_characters(
-    model: TextModel,
-) -> None:
+    model,
+):
     prompt = "the Straße"
     (outputs,) = infer(model, [request([prompt], [5])])
     ((text,),) = sentences(outputs)
@@ -75,7 +75,7 @@ def test_a_sentence_is_the_prompt_and_its_answer_and_is_counted_in_characters(
     assert outputs["cum_log_probs"][0, 0] < 0
 
 
-def test_every_row_has_its_own_number_of_tokens(model: TextModel) -> None:
+def test_every_row_has_its_own_number_of_tokens(model):
     prompts = ["the a", "the a", "s"]
     (together,) = infer(model, [request(prompts, [2, 7, 30])])
     alone = [
@@ -86,7 +86,7 @@ def test_every_row_has_its_own_number_of_tokens(model: TextModel) -> None:
     assert np.diff(together["sequence_tokens"][:2, 0]).tolist() == [5]
 
 
-def test_requests_of_one_call_are_answered_apart(model: TextModel) -> None:
+def test_requests_of_one_call_are_answered_apart(model):
     first, second = request(["the"], [3]), request(["in", "on"], [6, 2], beams=2)
     together = infer(model, [first, second])
     apart = [*infer(model, [first]), *infer(model, [second])]
@@ -96,19 +96,19 @@ def test_requests_of_one_call_are_answered_apart(model: TextModel) -> None:
         np.testing.assert_allclose(outputs["cum_log_probs"], alone["cum_log_probs"], rtol=1e-5)
 
 
-def test_long_prompts_are_cut_to_leave_room_for_the_answer(model: TextModel) -> None:
+def test_long_prompts_are_cut_to_leave_room_for_the_answer(model):
     long, output_len = "x" * 200, 20
     (outputs,) = infer(model, [request([long, "x"], [output_len, POSITIONS - 1])])
     assert sentences(outputs)[0][0].startswith("x" * (POSITIONS - output_len))
     assert outputs["sequence_tokens"][:, 0].tolist() == [POSITIONS, POSITIONS]
 
 
-def test_empty_prompt_is_answered(model: TextModel) -> None:
+def test_empty_prompt_is_answered(model):
     (outputs,) = infer(model, [request([""], [4])])
     assert outputs["sequence_tokens"].tolist() == [[4]]
 
 
-def test_markers_are_not_part_of_the_text(model: TextModel) -> None:
+def test_markers_are_not_part_of_the_text(model):
     limits = model.engine.limits
     assert model.tokenizer.special_ids == {limits.end_id}
     asked = SimpleNamespace(rows=[SimpleNamespace(returned_ids=(limits.start_id, 40))])
@@ -135,19 +135,19 @@ def test_markers_are_not_part_of_the_text(model: TextModel) -> None:
         (request(["a", b"\xff"], [1, 1]), r"prompts\[1\]: not UTF-8 at byte 0"),
     ],
 )
-def test_wrong_requests_are_refused(model: TextModel, bad: Any, message: str) -> None:
+def test_wrong_requests_are_refused(model, bad, message):
     with pytest.raises(ValueError, match=message):
         infer(model, [bad])
 
 
-def test_a_refused_request_leaves_no_work_behind(model: TextModel) -> None:
+def test_a_refused_request_leaves_no_work_behind(model):
     good = request(["the"] * 3, [40] * 3)
     with pytest.raises(RequestError):
         infer(model, [good, request(["a"], [0])])
     until(lambda: model.engine.load().running == 0, "the end of the first request's work")
 
 
-def test_a_failed_engine_is_the_answer(ft_dir: Path) -> None:
+def test_a_failed_engine_is_the_answer(ft_dir):
     engine = Engine(ft_dir, Placement(device="cpu"))
     with engine:
         model = text_model(TextModel, engine, load_tokenizer(ft_dir))

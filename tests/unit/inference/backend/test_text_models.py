@@ -58,7 +58,7 @@ def _texts(model: Any, rows: list[list[list[int]]], **more: Any) -> list[list[st
     return [[text.decode() for text in row] for row in model.run(tensors)["OUTPUT"]]
 
 
-def test_prompts_are_padded_with_the_end_token(arguments: dict[str, str]) -> None:
+def test_prompts_are_padded_with_the_end_token(arguments):
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[3], [4]], np.uint32)
     outputs = model.run({"QUERY": _column("ab", "c"), "REQUEST_OUTPUT_LEN": lengths})
@@ -68,19 +68,19 @@ def test_prompts_are_padded_with_the_end_token(arguments: dict[str, str]) -> Non
     assert outputs["REQUEST_OUTPUT_LEN"] is lengths
 
 
-def test_missing_word_lists_are_empty_ones(arguments: dict[str, str]) -> None:
+def test_missing_word_lists_are_empty_ones(arguments):
     model = _loaded(Preprocessing(), arguments)
     outputs = model.run({"QUERY": _column("a"), "REQUEST_OUTPUT_LEN": np.array([[1]], np.uint32)})
     assert outputs["BAD_WORDS_IDS"].tolist() == outputs["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]]
 
 
-def test_missing_input_is_the_clients_error(arguments: dict[str, str]) -> None:
+def test_missing_input_is_the_clients_error(arguments):
     model = _loaded(Preprocessing(), arguments)
     with pytest.raises(ValueError, match=r"^QUERY: required input is missing$"):
         model.run(RequestInputs(REQUEST_OUTPUT_LEN=np.ones((1, 1), np.uint32)))
 
 
-def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]) -> None:
+def test_every_bad_input_of_a_text_request_is_reported(arguments):
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[1]], np.uint32)
     with pytest.raises(ValueError, match=r"QUERY\[0\]: not UTF-8 at byte 1"):
@@ -97,7 +97,7 @@ def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]
     assert "STOP_WORDS_DICT[0]" in str(caught.value)
 
 
-def test_an_empty_text_among_others_is_named_and_alone_is_valid(arguments: dict[str, str]) -> None:
+def test_an_empty_text_among_others_is_named_and_alone_is_valid(arguments):
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[1], [1]], np.uint32)
     with pytest.raises(ValueError, match=r"QUERY\[1\]: an empty text must be sent"):
@@ -106,7 +106,7 @@ def test_an_empty_text_among_others_is_named_and_alone_is_valid(arguments: dict[
     assert outputs["INPUT_ID"].shape == (2, 0)
 
 
-def test_texts_that_would_keep_others_waiting_are_refused(arguments: dict[str, str]) -> None:
+def test_texts_that_would_keep_others_waiting_are_refused(arguments):
     model = _loaded(Preprocessing(), arguments)
 
     def problem(*texts: str, words: str = "") -> str:
@@ -126,44 +126,44 @@ def test_texts_that_would_keep_others_waiting_are_refused(arguments: dict[str, s
 
 
 def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
-    arguments: dict[str, str],
-) -> None:
+    arguments,
+):
     model = _loaded(QueryTokenizer(), arguments, append_end_id="1")
     outputs = model.run({"query": _column("ab")})
     assert outputs["input_ids"].tolist() == [[*model.tokenizer.encode("ab"), END]]
     assert outputs["request_input_len"].tolist() == [[3]]
 
 
-def test_answers_of_an_encoder_decoder_stand_alone(arguments: dict[str, str]) -> None:
+def test_answers_of_an_encoder_decoder_stand_alone(arguments):
     model = _loaded(Postprocessing(), arguments, output_holds_prompt="0")
     a, b = model.tokenizer.encode("ab")
     rows = [[[a, b, END, 0]], [[b, END, END, 0]]]
     assert _texts(model, rows, sequence_length=[[3], [2]]) == [["ab"], ["b"]]
 
 
-def test_text_ends_with_the_answer_not_with_the_filling(arguments: dict[str, str]) -> None:
+def test_text_ends_with_the_answer_not_with_the_filling(arguments):
     model = _loaded(Postprocessing(), arguments)
     a, b, c = model.tokenizer.encode("abc")
     rows = [[[a, b, c, END, END]], [[a, c, END, END, END]]]
     assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[2], [1]]) == [["abc"], ["ac"]]
 
 
-def test_each_beam_has_its_own_text(arguments: dict[str, str]) -> None:
+def test_each_beam_has_its_own_text(arguments):
     model = _loaded(Postprocessing(), arguments)
     a, b, c = model.tokenizer.encode("abc")
     rows = [[[a, b, END], [a, c, c]]]
     assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[1, 1]]) == [["ab", "acc"]]
 
 
-def test_end_token_inside_the_prompt_does_not_cut_it(arguments: dict[str, str]) -> None:
+def test_end_token_inside_the_prompt_does_not_cut_it(arguments):
     model = _loaded(Postprocessing(), arguments)
     a, b = model.tokenizer.encode("ab")
     assert _texts(model, [[[a, END, b, END]]], REQUEST_INPUT_LEN=[[2]]) == [["a<end>b"]]
 
 
 def test_answers_end_where_the_model_says_even_after_other_end_tokens(
-    arguments: dict[str, str],
-) -> None:
+    arguments,
+):
     model = _loaded(Postprocessing(), arguments)
     a, b, c = model.tokenizer.encode("abc")
     rows = [[[a, b, END, c, c]], [[a, END, b, c, c]]]
@@ -175,7 +175,7 @@ def test_answers_end_where_the_model_says_even_after_other_end_tokens(
     assert _texts(strict, rows, **lengths) == [["ab<end>c"], ["a<end>b"]]
 
 
-def test_an_answer_ends_before_any_of_the_end_tokens(arguments: dict[str, str]) -> None:
+def test_an_answer_ends_before_any_of_the_end_tokens(arguments):
     a, b, other = _loaded(Postprocessing(), arguments).tokenizer.encode("abc")
     model = _loaded(Postprocessing(), arguments, end_ids=f"{END},{other}")
     rows = [[[a, b, other, END, END]]]  # END fills the row
@@ -186,21 +186,21 @@ def test_an_answer_ends_before_any_of_the_end_tokens(arguments: dict[str, str]) 
         _loaded(Postprocessing(), arguments, end_ids="1;2")
 
 
-def test_without_prompt_length_only_trailing_end_tokens_go(arguments: dict[str, str]) -> None:
+def test_without_prompt_length_only_trailing_end_tokens_go(arguments):
     model = _loaded(Postprocessing(), arguments)
     a, b = model.tokenizer.encode("ab")
     assert _texts(model, [[[a, END, b, END, END]]]) == [["a<end>b"]]
 
 
-def test_answer_only_keeps_the_blank_the_answer_starts_with(arguments: dict[str, str]) -> None:
+def test_answer_only_keeps_the_blank_the_answer_starts_with(arguments):
     model = _loaded(Postprocessing(), arguments, answer_only="1")
     ids = model.tokenizer.encode("up we go")
     assert _texts(model, [[[*ids, END]]], RESPONSE_INPUT_LENGTHS=[[2]]) == [[" we go"]]
 
 
 def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
-    arguments: dict[str, str],
-) -> None:
+    arguments,
+):
     folder = Path(arguments["model_repository"]) / "1"
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"add_bos_token": True, "bos_token": "<end>"})
@@ -219,8 +219,8 @@ def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
 
 
 def test_streamed_frames_show_whole_characters_until_the_answer_is_complete(
-    arguments: dict[str, str],
-) -> None:
+    arguments,
+):
     model = _loaded(Postprocessing(), arguments, streaming="1")
     a, *character = model.tokenizer.encode("a\u4f60")
     frames = [[a, *character[:n], *[END] * (4 - n)] for n in range(4)]
@@ -233,9 +233,7 @@ def test_streamed_frames_show_whole_characters_until_the_answer_is_complete(
 
 
 @pytest.mark.parametrize("name", ["IS_FINISHED", "sequence_length", "RESPONSE_INPUT_LENGTHS"])
-def test_an_input_of_another_shape_than_the_tokens_is_named(
-    arguments: dict[str, str], name: str
-) -> None:
+def test_an_input_of_another_shape_than_the_tokens_is_named(arguments, name):
     values = {"RESPONSE_INPUT_LENGTHS": [[1]]} | {name: [[1, 1, 1]]}
     with pytest.raises(ValueError, match=rf"{name}: expected shape \[1, 2\], got \[1, 3\]"):
         _texts(_loaded(Postprocessing(), arguments), [[[97], [98]]], **values)
@@ -245,9 +243,7 @@ def test_an_input_of_another_shape_than_the_tokens_is_named(
     ("value", "words", "code"),
     [(0, "it is lost", "INTERNAL"), (-1, "it is negative", None)],
 )
-def test_a_request_that_fails_has_an_answer_of_its_own(
-    value: int, words: str, code: str | None
-) -> None:
+def test_a_request_that_fails_has_an_answer_of_its_own(value, words, code):
     class Failing(TensorModel):
         def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
             if tensors["x"] < 0:
@@ -269,9 +265,7 @@ def test_a_request_that_fails_has_an_answer_of_its_own(
 @pytest.mark.parametrize(
     ("error", "code"), [(ValueError("too long"), "INVALID_ARGUMENT"), (OSError("lost"), "INTERNAL")]
 )
-def test_a_large_request_that_fails_in_its_process_has_an_answer_too(
-    error: Exception, code: str
-) -> None:
+def test_a_large_request_that_fails_in_its_process_has_an_answer_too(error, code):
     async def fails(*_: object) -> Any:
         raise error
 
@@ -282,7 +276,7 @@ def test_a_large_request_that_fails_in_its_process_has_an_answer_too(
     assert caught.value.code == code
 
 
-def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:
+def test_parameters_that_are_no_numbers_stop_the_load(arguments):
     with pytest.raises(ValueError, match="parameter end_id='x' must be a whole number"):
         _loaded(Postprocessing(), arguments, end_id="x")
     with pytest.raises(ValueError, match="parameter answer_only='2' must be 0 or 1"):
@@ -301,7 +295,7 @@ def _word_pieces(arguments: dict[str, str], *, longest_word: int) -> None:
     backend.save(str(Path(arguments["model_repository"]) / "1" / "tokenizer.json"))
 
 
-def test_words_that_take_quadratic_time_are_bounded(arguments: dict[str, str]) -> None:
+def test_words_that_take_quadratic_time_are_bounded(arguments):
     _word_pieces(arguments, longest_word=100)
     model = _loaded(QueryTokenizer(), arguments, tokenizer_type="hf", end_id="0")
     hostile = ("a" * 100 + " ") * 648  # the most that a text may have
@@ -316,7 +310,7 @@ def test_words_that_take_quadratic_time_are_bounded(arguments: dict[str, str]) -
         _loaded(QueryTokenizer(), arguments, tokenizer_type="hf", end_id="0")
 
 
-def test_rows_that_are_padded_to_a_long_one_are_bounded(arguments: dict[str, str]) -> None:
+def test_rows_that_are_padded_to_a_long_one_are_bounded(arguments):
     model = _loaded(QueryTokenizer(), arguments)
     with pytest.raises(ValueError, match="query: 9 rows of up to 1048576 tokens; 8388608 at most"):
         model.run({"query": _column("a" * (1 << 20), *"bcdefghi")})

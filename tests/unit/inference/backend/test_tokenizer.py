@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,22 +34,22 @@ def bpe(tmp_path: Path) -> Tokenizer:
     "text",
     ["hello world", "  two  blanks ", "\u00e9\u4f60\U0001f469\u200d\U0001f467", "a\nb\tc", ""],
 )
-def test_any_text_survives_encoding_and_decoding(bpe: Tokenizer, text: str) -> None:
+def test_any_text_survives_encoding_and_decoding(bpe, text):
     assert bpe.decode(bpe.encode(text)) == text
 
 
 @pytest.mark.parametrize("newline", [True, False])
-def test_last_merge_counts_with_and_without_a_final_newline(tmp_path: Path, newline: bool) -> None:
+def test_last_merge_counts_with_and_without_a_final_newline(tmp_path, newline):
     tokenizer = load_tokenizer(_byte_vocabulary(tmp_path, ["a b", "ab c"], newline=newline))
     assert len(tokenizer.encode("abc")) == 1
 
 
-def test_ids_outside_the_vocabulary_become_the_replacement_character(bpe: Tokenizer) -> None:
+def test_ids_outside_the_vocabulary_become_the_replacement_character(bpe):
     ids = bpe.encode("he")
     assert bpe.decode([bpe.vocab_size, *ids, 10**6]) == "\ufffdhe\ufffd"
 
 
-def test_partial_text_grows_by_whole_characters(bpe: Tokenizer) -> None:
+def test_partial_text_grows_by_whole_characters(bpe):
     text = "a\u00e9\u4f60\U0001f469b"
     ids = bpe.encode(text)
     shown = [bpe.decode(ids[:count], partial=True) for count in range(len(ids) + 1)]
@@ -59,7 +58,7 @@ def test_partial_text_grows_by_whole_characters(bpe: Tokenizer) -> None:
     assert bpe.decode(ids[:2]) == "a\ufffd"
 
 
-def test_added_token_in_the_vocabulary_is_spelled_out(tmp_path: Path) -> None:
+def test_added_token_in_the_vocabulary_is_spelled_out(tmp_path):
     folder = _byte_vocabulary(tmp_path, [])
     vocab = json.loads((folder / "vocab.json").read_text())
     vocab["<|end of\u2019text|>"] = len(vocab)
@@ -68,8 +67,8 @@ def test_added_token_in_the_vocabulary_is_spelled_out(tmp_path: Path) -> None:
 
 
 def test_huggingface_file_maps_unknown_ids_and_holds_back_unfinished_characters(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -90,7 +89,7 @@ def test_huggingface_file_maps_unknown_ids_and_holds_back_unfinished_characters(
     ]
 
 
-def test_sentencepiece_model_round_trips(tmp_path: Path) -> None:
+def test_sentencepiece_model_round_trips(tmp_path):
     import sentencepiece
 
     corpus = tmp_path / "corpus.txt"
@@ -151,9 +150,7 @@ def _llama_sentencepiece(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [_llama_json, _llama_sentencepiece])
-def test_characters_of_byte_tokens_are_shown_whole(
-    tmp_path: Path, write: Callable[..., Path]
-) -> None:
+def test_characters_of_byte_tokens_are_shown_whole(tmp_path, write):
     tokenizer = load_tokenizer(write(tmp_path))
     ids = tokenizer.encode(MANY_BYTES)
     shown = [tokenizer.decode(ids[:count], partial=True) for count in range(len(ids) + 1)]
@@ -162,9 +159,7 @@ def test_characters_of_byte_tokens_are_shown_whole(
 
 
 @pytest.mark.parametrize("write", [_llama_json, _llama_sentencepiece])
-def test_invalid_bytes_do_not_spoil_their_neighbours(
-    tmp_path: Path, write: Callable[..., Path]
-) -> None:
+def test_invalid_bytes_do_not_spoil_their_neighbours(tmp_path, write):
     tokenizer = load_tokenizer(write(tmp_path))
     whole, other = tokenizer.encode("\u4f60")[-3:], tokenizer.encode("\u597d")[-3:]
     # Cut short by the limit, and in the middle.
@@ -172,7 +167,7 @@ def test_invalid_bytes_do_not_spoil_their_neighbours(
     assert tokenizer.decode([*whole, *other[:1], *other]) == "\u4f60\ufffd\u597d"
 
 
-def test_words_are_also_listed_as_they_are_within_a_text(tmp_path: Path) -> None:
+def test_words_are_also_listed_as_they_are_within_a_text(tmp_path):
     tokenizer = load_tokenizer(_llama_json(tmp_path))
     dot, blank = tokenizer.encode("a.")[-1], tokenizer.encode(" ")[0]
     assert tokenizer.word_forms(".") == [[blank, dot], [dot]]
@@ -184,7 +179,7 @@ def test_words_are_also_listed_as_they_are_within_a_text(tmp_path: Path) -> None
     assert tensor.tolist() == [[[blank, dot, dot], [2, 3, -1]]]
 
 
-def test_words_of_a_byte_level_vocabulary_have_one_form(bpe: Tokenizer) -> None:
+def test_words_of_a_byte_level_vocabulary_have_one_form(bpe):
     assert bpe.word_forms(" he") == [bpe.encode(" he")]
 
 
@@ -192,7 +187,7 @@ def _settings(folder: Path, **values: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
 
 
-def test_settings_put_a_start_token_before_prompts_and_not_before_words(tmp_path: Path) -> None:
+def test_settings_put_a_start_token_before_prompts_and_not_before_words(tmp_path):
     folder = _byte_vocabulary(tmp_path, [])
     vocab = json.loads((folder / "vocab.json").read_text())
     (folder / "vocab.json").write_text(json.dumps({**vocab, "</s>": len(vocab)}))
@@ -208,7 +203,7 @@ def test_settings_put_a_start_token_before_prompts_and_not_before_words(tmp_path
 
 
 @pytest.mark.parametrize("configured", [True, False])
-def test_start_token_of_a_huggingface_file_is_put_once(tmp_path: Path, configured: bool) -> None:
+def test_start_token_of_a_huggingface_file_is_put_once(tmp_path, configured):
     folder = _llama_json(tmp_path)
     if configured:
         _settings(folder, add_bos_token=True, bos_token="<s>")
@@ -217,7 +212,7 @@ def test_start_token_of_a_huggingface_file_is_put_once(tmp_path: Path, configure
     assert tokenizer.encode("a", special=True) == [1, *tokenizer.encode("a")]
 
 
-def test_truncation_and_padding_that_a_file_states_are_not_applied(tmp_path: Path) -> None:
+def test_truncation_and_padding_that_a_file_states_are_not_applied(tmp_path):
     from tokenizers import Tokenizer as Backend
 
     path = str(_llama_json(tmp_path) / "tokenizer.json")
@@ -229,7 +224,7 @@ def test_truncation_and_padding_that_a_file_states_are_not_applied(tmp_path: Pat
     assert load_tokenizer(tmp_path).encode("a b c d e", special=True) == expected
 
 
-def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path: Path) -> None:
+def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path):
     folder = _llama_sentencepiece(tmp_path)
     _settings(folder, add_bos_token=True, bos_token="<s>")
     tokenizer = load_tokenizer(folder)
@@ -245,15 +240,13 @@ def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path: Path
         ({"tokenizer_class": "T5Tokenizer", "bos_token": "<s>"}, False),
     ],
 )
-def test_llama_puts_a_start_token_unless_its_settings_say_otherwise(
-    tmp_path: Path, settings: dict[str, object], marked: bool
-) -> None:
+def test_llama_puts_a_start_token_unless_its_settings_say_otherwise(tmp_path, settings, marked):
     folder = _llama_sentencepiece(tmp_path)
     _settings(folder, **settings)
     assert load_tokenizer(folder).prefix_ids == ((1,) if marked else ())
 
 
-def test_folder_without_tokenizer_and_unknown_kind_are_refused(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_and_unknown_kind_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no tokenizer; expected tokenizer\.json; vocab"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="tokenizer_type='tiktoken' is unknown; known types: hf"):
@@ -279,9 +272,7 @@ NO_TOKEN = '{"add_bos_token": true, "bos_token": "z"}'
         ("tokenizer_config.json", '{"add_bos_token": 1, "bos_token": [1]}', "cannot be read"),
     ],
 )
-def test_odd_tokenizer_files_are_refused(
-    tmp_path: Path, name: str, content: str, reason: str
-) -> None:
+def test_odd_tokenizer_files_are_refused(tmp_path, name, content, reason):
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / name).write_text(content)
@@ -290,29 +281,29 @@ def test_odd_tokenizer_files_are_refused(
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
-def test_broken_tokenizer_file_is_named(tmp_path: Path, name: str) -> None:
+def test_broken_tokenizer_file_is_named(tmp_path, name):
     (tmp_path / name).write_text("{not json")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(ValueError, match=f"{name}.* cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_blanks_and_quotes_of_word_lists_count() -> None:
+def test_blanks_and_quotes_of_word_lists_count():
     assert split_words('a, b,"c,d","e""f", "g') == ["a", " b", "c,d", 'e"f', ' "g']
 
 
-def test_word_lists_pad_to_the_longest_row_and_skip_empty_words(bpe: Tokenizer) -> None:
+def test_word_lists_pad_to_the_longest_row_and_skip_empty_words(bpe):
     tensor = word_list_tensor(["hell,,h", ""], bpe, name="X")
     ids = [*bpe.encode("hell"), *bpe.encode("h")]
     assert tensor.tolist() == [[ids, [1, 2]], [[0, 0], [-1, -1]]]
 
 
-def test_word_list_with_a_bare_line_break_names_its_row(bpe: Tokenizer) -> None:
+def test_word_list_with_a_bare_line_break_names_its_row(bpe):
     with pytest.raises(ValueError, match=r"STOP_WORDS_DICT\[1\]: 'a\\nb' is not one CSV record"):
         word_list_tensor(["ok", "a\nb"], bpe, name="STOP_WORDS_DICT")
 
 
-def test_rows_are_padded_on_the_right() -> None:
+def test_rows_are_padded_on_the_right():
     ids, lengths = pad_rows([[1, 2, 3], [], [4]], pad_id=9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
     assert lengths.tolist() == [[3], [0], [1]]

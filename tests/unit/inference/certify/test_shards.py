@@ -1,6 +1,5 @@
 """The ranks of a folder as threads of the comparison's process."""
 
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -14,9 +13,7 @@ from tests.ft_folders import write_gpt
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_in_a_step_ends_the_others(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_in_a_step_ends_the_others(failing, tmp_path, monkeypatch):
     run = DecoderRank._run
 
     def fail(self: DecoderRank, *inputs: Any) -> Any:

@@ -50,14 +50,14 @@ def chain(size: int, **likely: dict[int, float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("alpha", [3e38, -3e38])
-def test_length_penalty_of_any_size_is_taken(pool: bool, alpha: float) -> None:
+def test_length_penalty_of_any_size_is_taken(pool, alpha):
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
     result = search(table, beam_width=2, output_len=4, pool=pool, len_penalty=alpha)
     assert all(torch.isfinite(torch.tensor(result.cum_log_probs)))
 
 
 @pytest.mark.parametrize("pool", [False, True])
-def test_wide_enough_search_finds_the_best_of_all_sequences(pool: bool) -> None:
+def test_wide_enough_search_finds_the_best_of_all_sequences(pool):
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
     table[:, END] = -50.0  # all sequences have the full length
     scores = torch.log_softmax(table, -1).double()
@@ -84,23 +84,21 @@ TO_FIVE = chain(6, t4={1: 0.6, 2: 0.4}, t1={5: 1.0}, t2={5: 1.0})
     [(SWAPPING, ((1, 2),), (1, 2)), (TO_FIVE, ((4, 1),), (1,))],
     ids=["of the answer", "begun in the prompt"],
 )
-def test_stop_words_are_looked_for_in_the_hypothesis_itself(
-    table: torch.Tensor, words: Any, stopped: tuple[int, ...], pool: bool
-) -> None:
+def test_stop_words_are_looked_for_in_the_hypothesis_itself(table, words, stopped, pool):
     result = search(table, beam_width=2, output_len=2, stop_words=words, pool=pool)
     found = zip(result.output_ids, result.finish_reasons, strict=True)
     assert [ids for ids, why in found if why == "stop"] == [stopped]
 
 
 @pytest.mark.parametrize("word", [(1, 5), (4, 1)])
-def test_bad_words_are_banned_in_the_beam_that_has_their_prefix(word: tuple[int, ...]) -> None:
+def test_bad_words_are_banned_in_the_beam_that_has_their_prefix(word):
     result = search(TO_FIVE, beam_width=2, output_len=2, bad_words=(word,))
     assert result.output_ids[0] == (2, 5)
     assert (1, 5) not in result.output_ids
 
 
 @pytest.mark.parametrize("pool", [False, True])
-def test_more_beams_than_tokens_is_no_problem(pool: bool) -> None:
+def test_more_beams_than_tokens_is_no_problem(pool):
     table = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     result = search(table, beam_width=8, output_len=4, pool=pool, context=(3,))
     assert len(result.output_ids) == 8
@@ -108,7 +106,7 @@ def test_more_beams_than_tokens_is_no_problem(pool: bool) -> None:
 
 
 @pytest.mark.parametrize("pool", [False, True])
-def test_beams_end_at_any_of_the_end_tokens(pool: bool) -> None:
+def test_beams_end_at_any_of_the_end_tokens(pool):
     table = chain(6, t4={2: 0.6, 3: 0.4}, t2={5: 1.0}, t3={END: 1.0})
     result = search(table, beam_width=2, output_len=4, pool=pool, other_end_ids=(5,))
     assert sorted(zip(result.output_ids, result.finish_reasons, strict=True)) == [

@@ -51,7 +51,7 @@ def said(grammars: Grammars, structure: dict[str, Any], *, seed: int = 0, **choi
 
 @pytest.mark.parametrize("choice", [{}, {"top_k": 0}, {"top_k": 5}, {"num_log_probs": 2}])
 @pytest.mark.parametrize("seed", range(3))
-def test_an_answer_has_its_form(grammars: Grammars, choice: dict[str, Any], seed: int) -> None:
+def test_an_answer_has_its_form(grammars, choice, seed):
     text, _ = said(grammars, {"regex": "[0-9]{2,4}-[a-f]+x"}, seed=seed, **choice)
     assert set(text) <= set("0123456789-abcdefx")
     picked, reason = said(grammars, {"choice": ["yes", "no"]}, seed=seed, **choice)
@@ -60,7 +60,7 @@ def test_an_answer_has_its_form(grammars: Grammars, choice: dict[str, Any], seed
     assert chosen.rstrip(".").strip("b") == "a"
 
 
-def test_json_of_a_schema_is_json_of_that_schema(grammars: Grammars) -> None:
+def test_json_of_a_schema_is_json_of_that_schema(grammars):
     whole = 0
     for seed in range(8):
         text, reason = said(grammars, {"json": SCHEMA}, seed=seed, logit_bias=((32, -60.0),))
@@ -72,7 +72,7 @@ def test_json_of_a_schema_is_json_of_that_schema(grammars: Grammars) -> None:
     assert whole
 
 
-def test_rows_with_and_without_a_form_are_chosen_together(grammars: Grammars) -> None:
+def test_rows_with_and_without_a_form_are_chosen_together(grammars):
     sampler = Sampler(SIZE)
     made = grammars.constraint('{"choice": ["yes"]}')
     options_ = SamplingParams(end_id=END)
@@ -102,18 +102,18 @@ def test_rows_with_and_without_a_form_are_chosen_together(grammars: Grammars) ->
         {"grammar": "start: nowhere"},
     ],
 )
-def test_what_is_not_a_form_is_refused(structure: dict[str, Any], grammars: Grammars) -> None:
+def test_what_is_not_a_form_is_refused(structure, grammars):
     with pytest.raises(ValueError, match=r"expected|json|regex|grammar"):
         compiled(structure)
 
 
 @pytest.mark.parametrize("structure", [{"json": {"$ref": "#"}}, {"grammar": "start: start"}])
-def test_a_form_that_no_text_has_is_refused(structure: dict[str, Any], grammars: Grammars) -> None:
+def test_a_form_that_no_text_has_is_refused(structure, grammars):
     with pytest.raises(ValueError, match="no text matches this grammar"):
         grammars.constraint(json.dumps(structure))
 
 
-def test_a_form_that_ends_in_nothing_says_so_in_a_line(grammars: Grammars) -> None:
+def test_a_form_that_ends_in_nothing_says_so_in_a_line(grammars):
     constraint = grammars.constraint(json.dumps({"grammar": 'start: "a" x\nx: x'}))
     constraint.take(ord("a"))
     assert not constraint.mask().any()
@@ -121,7 +121,7 @@ def test_a_form_that_ends_in_nothing_says_so_in_a_line(grammars: Grammars) -> No
     assert "\n" not in constraint.problem
 
 
-def test_a_request_states_the_form_of_each_row(grammars: Grammars) -> None:
+def test_a_request_states_the_form_of_each_row(grammars):
     limits = ModelLimits(vocab_size=SIZE, start_id=1, end_id=END, grammars=grammars)
     text = column(b'{"choice": ["a"]}', b"", dtype=np.object_)
     request = parse_request(gpt(**{STRUCTURE: text}), limits)
@@ -135,7 +135,7 @@ def test_a_request_states_the_form_of_each_row(grammars: Grammars) -> None:
     assert options(parse_request(gpt(), limits), "end_id") == [END, END]
 
 
-def test_without_the_package_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match="pip install llguidance"):
         compiled({"regex": "a"})

@@ -46,7 +46,7 @@ def answer(*tokens: int, reason: Any = None, log_probs: tuple[float, ...] = ()) 
 PAIR = batch(row((3, 4, 5), 2), row((7,), 4), padded_len=3)
 
 
-def test_types_are_the_declared_ones() -> None:
+def test_types_are_the_declared_ones():
     outputs = assemble_outputs(PAIR, [answer(8), answer(9)])
     assert {name: value.dtype.name for name, value in outputs.items()} == {
         "output_ids": "uint32",
@@ -60,7 +60,7 @@ def test_types_are_the_declared_ones() -> None:
     ("reason", "expected"),
     [("end", [True, True]), ("stop", [True, True]), ("length", [True, False]), (None, [False] * 2)],
 )
-def test_limit_counts_as_finished_for_shorter_rows_only(reason: Any, expected: list[bool]) -> None:
+def test_limit_counts_as_finished_for_shorter_rows_only(reason, expected):
     outputs = assemble_outputs(PAIR, [answer(8, reason=reason)] * 2)
     assert outputs["is_finished"][:, 0].tolist() == expected
 
@@ -146,7 +146,7 @@ OUTPUTS: dict[str, tuple[GenerationRequest, list[SequenceResult], dict[str, Any]
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_hold_prompts_and_answers(name: str) -> None:
+def test_outputs_hold_prompts_and_answers(name):
     request, results, expected = OUTPUTS[name]
     outputs = assemble_outputs(request, results)
     assert {name: outputs[name].tolist() for name in expected} == expected
@@ -155,7 +155,7 @@ def test_outputs_hold_prompts_and_answers(name: str) -> None:
     assert ("int32" in kinds and "uint32" not in kinds) == request.encoder_decoder
 
 
-def test_strict_lengths_count_the_rows_own_prompt() -> None:
+def test_strict_lengths_count_the_rows_own_prompt():
     outputs = assemble_outputs(PAIR, [answer(8, 9), answer(8, END)], strict_lengths=True)
     assert outputs["sequence_length"].tolist() == [[5], [3]]
 
@@ -165,7 +165,7 @@ def test_strict_lengths_count_the_rows_own_prompt() -> None:
 SINGLE = batch(row((3, 4), 3), padded_len=2)
 
 
-def test_full_length_answer_takes_one_frame_per_token() -> None:
+def test_full_length_answer_takes_one_frame_per_token():
     stream = FrameStream(SINGLE)
     states = [answer(8), answer(8, 9), answer(8, 9, 7, reason="length")]
     frames = [stream.frame([state]) for state in states]
@@ -181,20 +181,20 @@ def test_full_length_answer_takes_one_frame_per_token() -> None:
         np.testing.assert_array_equal(frames[-1][name], value)
 
 
-def test_frame_without_news_is_not_made() -> None:
+def test_frame_without_news_is_not_made():
     stream = FrameStream(SINGLE)
     assert stream.frame([answer(8, END, reason="end")]) is not None
     assert stream.frame([answer(8, END, reason="end")]) is None
 
 
-def test_frame_shows_rows_that_have_not_started_as_prompts() -> None:
+def test_frame_shows_rows_that_have_not_started_as_prompts():
     frame = FrameStream(PAIR).frame([answer(8), None])
     assert frame is not None
     assert frame["output_ids"][1, 0].tolist() == [7, *[END] * 6]
     assert frame["sequence_length"].tolist() == [[4], [3]]
 
 
-def test_frames_without_the_prefix_add_up_to_the_answer() -> None:
+def test_frames_without_the_prefix_add_up_to_the_answer():
     stream = FrameStream(PAIR, omit_prefix=True)
     states = [
         [answer(8), answer(9)],
@@ -211,6 +211,6 @@ def test_frames_without_the_prefix_add_up_to_the_answer() -> None:
     assert frames[-1]["sequence_length"].tolist() == [[5], [7]]
 
 
-def test_frames_without_the_prefix_are_refused_for_beams() -> None:
+def test_frames_without_the_prefix_are_refused_for_beams():
     with pytest.raises(ValueError, match="need beam_width=1, got 2"):
         FrameStream(batch(row((3,), 1, beam_width=2), padded_len=1), omit_prefix=True)

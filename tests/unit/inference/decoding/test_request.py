@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from inference.decoding.sampling_params import SamplingParams
 from tests.unit.inference.decoding.contract_tensors import GPT, column, gpt, options, problems
 
 
-def test_required_inputs_alone_give_greedy_rows_without_padding() -> None:
+def test_required_inputs_alone_give_greedy_rows_without_padding():
     request = parse_request(gpt(), GPT)
     assert [row.input_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
     assert [row.context_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
@@ -24,7 +23,7 @@ def test_required_inputs_alone_give_greedy_rows_without_padding() -> None:
     assert [row.options for row in request.rows] == [expected, expected]
 
 
-def test_every_option_is_read_per_row() -> None:
+def test_every_option_is_read_per_row():
     sent = {
         "runtime_top_k": (column(0, 4), "top_k"),
         "runtime_top_p": (column(0.5, 0.25, dtype=np.float32), "top_p"),
@@ -55,7 +54,7 @@ def test_every_option_is_read_per_row() -> None:
         assert options(request, option) == value[:, 0].tolist(), option
 
 
-def test_a_request_ends_at_the_models_tokens_or_at_its_own() -> None:
+def test_a_request_ends_at_the_models_tokens_or_at_its_own():
     limits = dataclasses.replace(GPT, other_end_ids=(7, 9))
     assert options(parse_request(gpt(), limits), "end_ids") == [(51, 7, 9)] * 2
     assert options(parse_request(gpt(end_id=column(3, 4)), limits), "end_ids") == [(3,), (4,)]
@@ -63,19 +62,19 @@ def test_a_request_ends_at_the_models_tokens_or_at_its_own() -> None:
     assert options(parse_request(ignores, limits), "end_ids") == [(), (51, 7, 9)]
 
 
-def test_beams_take_no_share_of_the_likeliest() -> None:
+def test_beams_take_no_share_of_the_likeliest():
     share = column(0.1, 0, dtype=np.float32)
     assert problems(gpt(min_p=share, beam_width=column(2, 2))) == [
         "min_p needs beam_width=1; leave one of them out"
     ]
 
 
-def test_one_value_serves_all_rows() -> None:
+def test_one_value_serves_all_rows():
     request = parse_request(gpt(temperature=np.asarray([0.5], np.float32)), GPT)
     assert options(request, "temperature") == [0.5, 0.5]
 
 
-def test_rows_without_the_inner_axis_are_taken() -> None:
+def test_rows_without_the_inner_axis_are_taken():
     request = parse_request(gpt(runtime_top_k=np.asarray([2, 3], np.uint32)), GPT)
     assert options(request, "top_k") == [2, 3]
 
@@ -83,12 +82,12 @@ def test_rows_without_the_inner_axis_are_taken() -> None:
 @pytest.mark.parametrize(
     "name", ["start_id", "end_id", "top_p_decay", "top_p_min", "top_p_reset_ids"]
 )
-def test_values_without_a_default_for_all_need_one_per_row(name: str) -> None:
+def test_values_without_a_default_for_all_need_one_per_row(name):
     (problem,) = problems(gpt(**{name: np.asarray([1])}))
     assert problem.startswith(f"{name}: expected")
 
 
-def test_clamped_selection_is_warned_about() -> None:
+def test_clamped_selection_is_warned_about():
     tensors = gpt(runtime_top_k=column(2000, 3), runtime_top_p=column(0.5, 1.5, dtype=np.float32))
     request = parse_request(tensors, GPT)
     assert options(request, "top_k") == [1024, 3]
@@ -99,7 +98,7 @@ def test_clamped_selection_is_warned_about() -> None:
     )
 
 
-def test_all_problems_are_reported_together() -> None:
+def test_all_problems_are_reported_together():
     found = problems(
         gpt(
             input_ids=np.asarray([[3, 99, 5], [7, 8, 0]], np.uint32),
@@ -182,29 +181,29 @@ def test_all_problems_are_reported_together() -> None:
         ({"session_len": column(6, 7)}, "session_len must be identical for all rows"),
     ],
 )
-def test_each_check_names_its_tensor(change: dict[str, np.ndarray], message: str) -> None:
+def test_each_check_names_its_tensor(change, message):
     (problem,) = problems(gpt(**change))
     assert problem.startswith(message)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "input_lengths", "request_output_len"])
-def test_missing_required_input_is_named(name: str) -> None:
+def test_missing_required_input_is_named(name):
     tensors = gpt()
     del tensors[name]
     assert problems(tensors) == [f"{name}: required input is missing"]
 
 
-def test_misshapen_input_ids_are_named() -> None:
+def test_misshapen_input_ids_are_named():
     (problem,) = problems(gpt(input_ids=np.asarray([3, 4, 5], np.uint32)))
     assert problem == "input_ids: expected integers of shape [3,-1], got uint32 [3]"
 
 
-def test_pad_values_are_not_checked() -> None:
+def test_pad_values_are_not_checked():
     tensors = gpt(input_ids=np.asarray([[3, 4, 5], [7, 8, 9999]], np.uint32))
     assert parse_request(tensors, GPT).rows[1].input_ids == (7, 8)
 
 
-def test_empty_prompt_starts_from_the_start_id_and_returns_nothing() -> None:
+def test_empty_prompt_starts_from_the_start_id_and_returns_nothing():
     tensors = gpt(input_ids=np.zeros((2, 0), np.uint32), input_lengths=column(0, 0))
     request = parse_request(tensors, GPT)
     assert [row.input_ids for row in request.rows] == [(50,), (50,)]
@@ -212,7 +211,7 @@ def test_empty_prompt_starts_from_the_start_id_and_returns_nothing() -> None:
     assert request.padded_len == 0
 
 
-def test_start_id_of_the_model_is_checked_where_it_is_fed() -> None:
+def test_start_id_of_the_model_is_checked_where_it_is_fed():
     limits = dataclasses.replace(GPT, start_id=99, end_id=99)
     assert parse_request(gpt(), limits).rows[0].options.start_id == 99
     empty = gpt(input_ids=np.zeros((2, 0), np.uint32), input_lengths=column(0, 0))
@@ -221,14 +220,14 @@ def test_start_id_of_the_model_is_checked_where_it_is_fed() -> None:
     ]
 
 
-def test_context_outputs_are_unknown_where_the_model_has_none() -> None:
+def test_context_outputs_are_unknown_where_the_model_has_none():
     limits = dataclasses.replace(GPT, encoder_decoder=True)
     flags = {"is_return_context_embeddings": column(True, True, dtype=np.bool_)}
     found = problems(gpt(**flags), limits)
     assert any(each.startswith("is_return_context_embeddings: unknown input") for each in found)
 
 
-def test_context_score_without_log_probs_is_warned_about() -> None:
+def test_context_score_without_log_probs_is_warned_about():
     flags = {"is_return_context_cum_log_probs": column(True, False, dtype=np.bool_)}
     (warning,) = parse_request(gpt(**flags), GPT).warnings
     assert warning.startswith("is_return_context_cum_log_probs has no effect")
@@ -241,7 +240,7 @@ def words(*rows: tuple[list[int], list[int]]) -> np.ndarray:
     return np.asarray(rows, np.int32)
 
 
-def test_word_lists_are_read_per_row_without_empty_entries() -> None:
+def test_word_lists_are_read_per_row_without_empty_entries():
     stops = words(([9, 3, 7, 0], [1, 1, 3, -1]), ([0, 0, 0, 0], [-1, -1, -1, -1]))
     request = parse_request(gpt(stop_words_list=stops), GPT)
     assert options(request, "stop_words") == [((9,), (3, 7)), ()]
@@ -249,20 +248,20 @@ def test_word_lists_are_read_per_row_without_empty_entries() -> None:
     assert options(parse_request(gpt(bad_words_list=empty), GPT), "bad_words") == [(), ()]
 
 
-def test_one_bad_word_list_serves_all_rows() -> None:
+def test_one_bad_word_list_serves_all_rows():
     bad = np.asarray([[9, 3], [1, 2]], np.int32)
     assert options(parse_request(gpt(bad_words_list=bad), GPT), "bad_words") == [((9,), (3,))] * 2
 
 
 @pytest.mark.parametrize("offsets", [[2, 1], [1, 3]])
 @pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
-def test_bad_offsets_are_refused(name: str, offsets: list[int]) -> None:
+def test_bad_offsets_are_refused(name, offsets):
     value = words(([1, 2], [1, 2]), ([1, 2], offsets))
     (problem,) = problems(gpt(**{name: value}))
     assert problem.startswith(f"{name}[1]: bad offsets")
 
 
-def test_biases_are_read_per_row_and_padded_with_negative_ids() -> None:
+def test_biases_are_read_per_row_and_padded_with_negative_ids():
     ids = np.array([[7, 0, -1], [-1, -1, -1]], np.int32)
     bias = np.array([[2.5, -1, 9], [0, 0, 0]], np.float32)
     request = parse_request(gpt(logit_bias_ids=ids, logit_bias=bias), GPT)
@@ -280,7 +279,7 @@ def test_biases_are_read_per_row_and_padded_with_negative_ids() -> None:
         ([[1], [10**6]], [[1.0], [1.0]], r"logit_bias_ids\[1\]=1000000 outside vocabulary"),
     ],
 )
-def test_bad_biases_are_refused(ids: Any, bias: Any, problem: str) -> None:
+def test_bad_biases_are_refused(ids, bias, problem):
     given = {"logit_bias_ids": ids, "logit_bias": bias}
     tensors = {name: np.array(value) for name, value in given.items() if value is not None}
     (found,) = problems(gpt(**tensors))
@@ -288,7 +287,7 @@ def test_bad_biases_are_refused(ids: Any, bias: Any, problem: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2, 3), (2, 1, 3)])
-def test_stop_words_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+def test_stop_words_of_another_shape_are_refused(shape):
     (problem,) = problems(gpt(stop_words_list=np.zeros(shape, np.int32)))
     got = f"int32 {list(shape)}"
     assert problem == f"stop_words_list: expected integers of shape [2,2,-1], got {got}"

@@ -21,7 +21,7 @@ def sent_prompt(kind: int, **change: np.ndarray) -> dict[str, np.ndarray]:
     return {**prompt, **change}
 
 
-def test_sent_p_tuning_prompt_declares_its_virtual_ids() -> None:
+def test_sent_p_tuning_prompt_declares_its_virtual_ids():
     ids = np.asarray([[52, 53, 5], [52, 8, 53]], np.uint32)
     tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
     first, second = parse_request(tensors, GPT).rows
@@ -35,7 +35,7 @@ def test_sent_p_tuning_prompt_declares_its_virtual_ids() -> None:
     assert (second.input_ids, second.returned_ids) == ((52, 8, 53), (8,))
 
 
-def test_virtual_id_past_its_table_is_refused() -> None:
+def test_virtual_id_past_its_table_is_refused():
     ids = np.asarray([[52, 53, 5], [52, 8, 54]], np.uint32)
     tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
     assert problems(tensors) == [
@@ -43,7 +43,7 @@ def test_virtual_id_past_its_table_is_refused() -> None:
     ]
 
 
-def test_virtual_ids_may_start_inside_the_vocabulary() -> None:
+def test_virtual_ids_may_start_inside_the_vocabulary():
     limits = dataclasses.replace(GPT, prompt_learning_start_id=40)
     ids = np.asarray([[40, 5, 41], [39, 42, 43]], np.uint32)
     tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
@@ -53,12 +53,12 @@ def test_virtual_ids_may_start_inside_the_vocabulary() -> None:
     ]
 
 
-def test_soft_prompt_takes_room_in_the_cache() -> None:
+def test_soft_prompt_takes_room_in_the_cache():
     request = parse_request(gpt(**sent_prompt(SOFT_PROMPT)), GPT)
     assert [row.context_len for row in request.rows] == [6, 4]
 
 
-def test_incomplete_prompt_is_refused() -> None:
+def test_incomplete_prompt_is_refused():
     prompt = sent_prompt(P_TUNING)
     del prompt["request_prompt_lengths"]
     (problem,) = problems(gpt(**prompt))
@@ -80,11 +80,11 @@ def test_incomplete_prompt_is_refused() -> None:
         ({"request_prompt_type": column(1, 2)}, "request_prompt_type[1]=2 must be one of 0, 1, 3"),
     ],
 )
-def test_misfit_prompt_is_refused(change: dict[str, np.ndarray], message: str) -> None:
+def test_misfit_prompt_is_refused(change, message):
     assert problems(gpt(**sent_prompt(SOFT_PROMPT, **change)))[0].startswith(message)
 
 
-def test_virtual_prompt_needs_a_context_pass() -> None:
+def test_virtual_prompt_needs_a_context_pass():
     tensors = gpt(input_ids=np.asarray([[1], [2]], np.uint32), input_lengths=column(1, 1))
     (problem,) = problems({**tensors, **sent_prompt(SOFT_PROMPT)})
     assert problem.startswith("request_prompt_embedding: a virtual prompt needs at least 2")
@@ -93,7 +93,7 @@ def test_virtual_prompt_needs_a_context_pass() -> None:
 TUNED = dataclasses.replace(GPT, prompt_learning_type=P_TUNING, prompt_lengths={0: 2, 4: 1})
 
 
-def test_task_ids_select_a_loaded_table_per_row() -> None:
+def test_task_ids_select_a_loaded_table_per_row():
     ids = np.asarray([[52, 53, 5], [52, 8, 0]], np.uint32)
     tensors = gpt(input_ids=ids, prompt_learning_task_name_ids=column(0, 4))
     request = parse_request(tensors, TUNED)
@@ -101,17 +101,17 @@ def test_task_ids_select_a_loaded_table_per_row() -> None:
     assert [row.returned_ids for row in request.rows] == [(5,), (8,)]
 
 
-def test_unknown_task_id_is_named() -> None:
+def test_unknown_task_id_is_named():
     found = problems(gpt(prompt_learning_task_name_ids=column(0, 3)), TUNED)
     assert found == ["prompt_learning_task_name_ids[1]=3 is unknown; loaded tasks: 0, 4"]
 
 
-def test_task_ids_without_loaded_prompts_are_refused() -> None:
+def test_task_ids_without_loaded_prompts_are_refused():
     (problem,) = problems(gpt(prompt_learning_task_name_ids=column(0, 0)))
     assert "prompt_learning_type=0" in problem
 
 
-def test_sent_prompt_overrides_task_ids() -> None:
+def test_sent_prompt_overrides_task_ids():
     tensors = gpt(prompt_learning_task_name_ids=column(9, 9), **sent_prompt(P_TUNING))
     assert parse_request(tensors, TUNED).rows[0].prompt is not None
 
@@ -125,19 +125,19 @@ def t5(**more: np.ndarray) -> dict[str, np.ndarray]:
     return {**tensors, **more}
 
 
-def test_encoder_decoder_names_and_start_token() -> None:
+def test_encoder_decoder_names_and_start_token():
     request = parse_request(t5(), T5)
     assert [row.input_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
     assert [row.context_ids for row in request.rows] == [(0,), (0,)]
     assert [row.output_len for row in request.rows] == [4, 2]
 
 
-def test_encoder_decoder_start_id_can_be_overridden() -> None:
+def test_encoder_decoder_start_id_can_be_overridden():
     request = parse_request(t5(start_id=column(2, 3)), T5)
     assert [row.context_ids for row in request.rows] == [(2,), (3,)]
 
 
-def test_encoder_decoder_prompt_needs_no_type() -> None:
+def test_encoder_decoder_prompt_needs_no_type():
     prompt = sent_prompt(P_TUNING)
     del prompt["request_prompt_type"]
     ids = np.asarray([[53, 54, 5], [7, 8, 0]], np.uint32)
@@ -146,7 +146,7 @@ def test_encoder_decoder_prompt_needs_no_type() -> None:
     assert request.rows[0].prompt.start_id == 53
 
 
-def test_ia3_tasks_are_checked_per_row() -> None:
+def test_ia3_tasks_are_checked_per_row():
     limits = dataclasses.replace(T5, ia3_num_tasks=2)
     request = parse_request(t5(ia3_tasks=column(1, 0, dtype=np.int32)), limits)
     assert [row.ia3_task for row in request.rows] == [1, 0]

@@ -79,14 +79,12 @@ ENDS: list[tuple[dict[str, Any], list[tuple[int, ...]], tuple[int, ...], str | N
 
 
 @pytest.mark.parametrize(("options", "steps", "tokens", "reason"), ENDS)
-def test_a_row_obeys_its_rules_and_ends(
-    options: dict[str, Any], steps: list[tuple[int, ...]], tokens: tuple[int, ...], reason: Any
-) -> None:
+def test_a_row_obeys_its_rules_and_ends(options, steps, tokens, reason):
     result = run(request(**options), *(favouring(*step, by=60.0) for step in steps))
     assert (result.output_ids, result.finish_reasons) == ((tokens,), (reason,))
 
 
-def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
+def test_minimum_length_of_a_model_without_an_end_id_bars_no_token():
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     best = int(logits.argmax())
     for selection in ({}, {"repetition_penalty": 1.5}, {"beam_width": 2}):
@@ -96,13 +94,13 @@ def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
         assert run(row, logits.repeat(row.options.beam_width, 1)).output_ids[0] == (best,)
 
 
-def test_padded_vocabulary_is_never_chosen() -> None:
+def test_padded_vocabulary_is_never_chosen():
     logits = torch.nn.functional.pad(favouring(7), (0, 12), value=99.0)
     assert run(request(), logits).output_ids == ((7,),)
     assert run(request(top_k=4), logits).output_ids[0][0] < VOCAB
 
 
-def test_logits_are_left_as_they_are() -> None:
+def test_logits_are_left_as_they_are():
     logits = favouring(7)
     before = logits.clone()
     run(request(temperature=0.5, repetition_penalty=2.0, bad_words=((7,),)), logits)
@@ -110,7 +108,7 @@ def test_logits_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("options", [{"top_k": 40}, {"top_k": 0, "top_p": 1.0}])
-def test_temperature_zero_is_greedy(options: dict[str, Any]) -> None:
+def test_temperature_zero_is_greedy(options):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) / 100
     for seed in range(8):
         row = request(temperature=0.0, random_seed=seed, **options)
@@ -134,20 +132,18 @@ def drawn(probabilities: list[float], **options: Any) -> np.ndarray:
     ("include_boundary", "expected"),
     [(False, [5 / 7, 2 / 7, 0, 0]), (True, [0.625, 0.375, 0, 0])],
 )
-def test_boundary_token_keeps_its_share_of_the_nucleus(
-    selection: dict[str, Any], include_boundary: bool, expected: list[float]
-) -> None:
+def test_boundary_token_keeps_its_share_of_the_nucleus(selection, include_boundary, expected):
     rates = drawn([0.5, 0.3, 0.15, 0.05], whole_boundary=include_boundary, **selection)
     np.testing.assert_allclose(rates, expected, atol=0.04)  # 4 standard deviations of 2000 draws
 
 
 @pytest.mark.parametrize("selection", [{"top_k": 0}, {"top_k": 4}])
-def test_tokens_far_below_the_likeliest_are_not_drawn(selection: dict[str, Any]) -> None:
+def test_tokens_far_below_the_likeliest_are_not_drawn(selection):
     rates = drawn([0.5, 0.3, 0.15, 0.05], min_p=0.4, top_p=1.0, **selection)
     np.testing.assert_allclose(rates, [0.625, 0.375, 0, 0], atol=0.045)
 
 
-def test_rows_of_both_rules_for_the_boundary_are_drawn_together() -> None:
+def test_rows_of_both_rules_for_the_boundary_are_drawn_together():
     logits = torch.full((1, VOCAB), -1e4)
     logits[0, :3] = torch.tensor([0.5, 0.4, 0.1]).log()
     sampler = Sampler(VOCAB, nucleus_include_boundary=True)
@@ -162,7 +158,7 @@ def test_rows_of_both_rules_for_the_boundary_are_drawn_together() -> None:
     np.testing.assert_allclose(shares, [0.05 / 0.55, 0.4 / 0.9, 0.4 / 0.9], atol=0.07)
 
 
-def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> None:
+def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row():
     size = 5000  # flat, so the nucleus is far longer than what is looked at first
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(3)) / 10
     order = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))
@@ -187,7 +183,7 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
     "options",
     [{}, {"top_k": 4}, {"top_k": 0, "top_p": 0.5}, {"return_log_probs": True}, {"beam_width": 2}],
 )
-def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any]) -> None:
+def test_unusable_logits_fail_their_row_alone(bad, options):
     sampler = Sampler(VOCAB)
     decoded = [sampler.begin(request(**options)) for _ in range(2)]
     slots = options.get("beam_width", 1)
@@ -198,7 +194,7 @@ def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any
     assert (fine.error, fine.tokens[0]) == (None, 7)
 
 
-def test_a_whole_row_is_drawn_from_in_order() -> None:
+def test_a_whole_row_is_drawn_from_in_order():
     row = torch.tensor([[0.1, 0.4, 0.1, 0.3, 0.1]]).log()
     whole = select(row, width=1, with_norm=True)
     tokens = [

@@ -28,9 +28,7 @@ def best_ids(logits: list[float]) -> list[int]:
 
 @settings(max_examples=50)
 @given(LEVELS, st.integers(2, 4), st.booleans())
-def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
-    logits: list[float], beams: int, pool: bool
-) -> None:
+def test_beams_are_those_of_the_earlier_parents_and_lower_ids(logits, beams, pool):
     """The same logits at each step: the two orders of two tokens have the same score."""
     logits[END] = -50.0
     row = SequenceRequest((1,), 2, SamplingParams(end_id=END, beam_width=beams), (1,))

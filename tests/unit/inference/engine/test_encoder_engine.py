@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,14 +73,14 @@ def random_states(rows: int, width: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((rows, width, 24)).astype(np.float32)
 
 
-def test_more_rows_than_fit_in_a_step_are_all_answered(bert: EncoderEngine) -> None:
+def test_more_rows_than_fit_in_a_step_are_all_answered(bert):
     states = random_states(12, 600)
     hidden = bert.encode(states_request(bert, states, [600] * 12)).hidden
     alone = bert.encode(states_request(bert, states[7:8], [600])).hidden
     assert torch.allclose(hidden[7], alone[0], atol=1e-5)
 
 
-def test_t5_rows_have_their_own_ia3_tasks(t5: EncoderEngine) -> None:
+def test_t5_rows_have_their_own_ia3_tasks(t5):
     prompt = [5, 9, 2, 38]
     request = ids_request(t5, [prompt, prompt], ia3_tasks=np.array([[1], [0]], np.int32))
     hidden = t5.encode(request).hidden
@@ -90,7 +89,7 @@ def test_t5_rows_have_their_own_ia3_tasks(t5: EncoderEngine) -> None:
         assert torch.allclose(hidden[row], expected, atol=1e-4)
 
 
-def test_a_request_that_overflows_spoils_no_other(bert: EncoderEngine) -> None:
+def test_a_request_that_overflows_spoils_no_other(bert):
     huge = np.clip(random_states(1, 1) * 1e38, -3e38, 3e38)
     others = [states_request(bert, random_states(1, n, seed=n), [n]) for n in range(2, 6)]
     alone = [bert.encode(request).hidden for request in others]
@@ -102,7 +101,7 @@ def test_a_request_that_overflows_spoils_no_other(bert: EncoderEngine) -> None:
         assert torch.allclose(future.result().hidden, expected, atol=1e-5)
 
 
-def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
+def test_attentions_come_only_when_asked_for(t5):
     asked = {"is_return_attentions": np.array([[False], [True]])}
     prompts = [[5, 9, 2, 38], [7]]
     quiet = t5.submit(ids_request(t5, prompts))
@@ -133,7 +132,7 @@ def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
         *("nan", "overflow"),
     ],
 )
-def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], words: str) -> None:
+def test_bad_states_are_refused(bert, change, words):
     tensors = {
         "input_hidden_state": random_states(2, 6),
         "sequence_lengths": np.array([[6], [5]], np.int32),
@@ -155,15 +154,13 @@ def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], wor
     ],
     ids=["vocabulary", "positions", "task", "unknown"],
 )
-def test_bad_ids_are_refused(
-    t5: EncoderEngine, prompts: list[list[int]], more: dict[str, Any], words: str
-) -> None:
+def test_bad_ids_are_refused(t5, prompts, more, words):
     with pytest.raises(RequestError) as caught:
         ids_request(t5, prompts, **more)
     assert words in str(caught.value)
 
 
-def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
+def test_rows_beyond_the_bound_are_refused(tmp_path):
     engine = EncoderEngine(
         write_bert(tmp_path), Placement(device="cpu"), options=EngineOptions(max_seq_len=5)
     )
@@ -175,9 +172,7 @@ def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
     ("asked", "words"),
     [(True, "is_return_attentions: the answer"), (False, "output_hidden_state: the answer")],
 )
-def test_answers_that_no_memory_holds_are_refused(
-    t5: EncoderEngine, monkeypatch: pytest.MonkeyPatch, asked: bool, words: str
-) -> None:
+def test_answers_that_no_memory_holds_are_refused(t5, monkeypatch, asked, words):
     # One byte of padding asks for the states of a token.
     monkeypatch.setattr("inference.engine.encoder_engine.available_bytes", lambda: 10**9)
     ids = np.zeros((2000, 4096), np.uint8)
@@ -190,7 +185,7 @@ def test_answers_that_no_memory_holds_are_refused(
         t5.submit(parse_encoding(tensors, t5.architecture))
 
 
-def test_a_request_that_no_queue_holds_is_refused(tmp_path: Path) -> None:
+def test_a_request_that_no_queue_holds_is_refused(tmp_path):
     options = EngineOptions(max_queued_rows=3)
     with EncoderEngine(write_bert(tmp_path), Placement(device="cpu"), options=options) as engine:
         request = states_request(engine, random_states(4, 2), [2] * 4)
@@ -198,22 +193,22 @@ def test_a_request_that_no_queue_holds_is_refused(tmp_path: Path) -> None:
             engine.submit(request)
 
 
-def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+def test_sizes_that_do_not_divide_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"(?s)head_num=4.*inter_size=28.*num_layer=2"):
         EncoderEngine(write_bert(tmp_path), Placement(tp_size=3, pp_size=3, device="cpu"))
 
 
-def test_int8_is_refused(tmp_path: Path) -> None:
+def test_int8_is_refused(tmp_path):
     with pytest.raises(ValueError, match="int8_mode=1"):
         EncoderEngine(write_bert(tmp_path), Placement(int8_mode=1, device="cpu"))
 
 
-def test_a_decoder_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="family gpt has no encoder"):
         EncoderEngine(write_gpt(tmp_path), Placement(device="cpu"))
 
 
-def test_missing_weights_are_named(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path):
     folder = write_bert(tmp_path)
     (folder / "model.encoder.layer.1.output.dense.weight.0.bin").unlink()
     with pytest.raises(

@@ -53,7 +53,7 @@ def prompts_of(count: int, *, seed: int = 0) -> list[list[int]]:
     return [list(map(int, generator.integers(0, 50, 1 + 3 * b))) for b in range(count)]
 
 
-def test_new_tokens_make_up_the_answers_but_for_the_last_step(engine: Engine) -> None:
+def test_new_tokens_make_up_the_answers_but_for_the_last_step(engine):
     news: list[list[Sequence[int]]] = []
     request = request_of(engine, prompts_of(3), 8, end_id=52)
     result = engine.submit(request, on_step=news.append, only_tokens=True).result()
@@ -64,14 +64,14 @@ def test_new_tokens_make_up_the_answers_but_for_the_last_step(engine: Engine) ->
     assert all(len(row) <= 1 for step in news for row in step)
 
 
-def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> None:
+def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine):
     before = engine.steps
     request = request_of(engine, [[3, 9, 4, 1, 7]], 8, min_length=8)
     engine.submit(request, on_step=lambda _: None).result()
     assert engine.steps - before == 8
 
 
-def test_a_request_whose_listener_has_enough_ends_with_what_it_has(engine: Engine) -> None:
+def test_a_request_whose_listener_has_enough_ends_with_what_it_has(engine):
     request = request_of(engine, [[3, 9, 4], [1, 7]], 8, min_length=8)
     times = engine.submit(request, on_step=lambda _: True).result().times
     assert times is not None
@@ -79,9 +79,7 @@ def test_a_request_whose_listener_has_enough_ends_with_what_it_has(engine: Engin
     assert times.steps < 4
 
 
-def test_after_a_step_all_of_it_has_been_reported(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_step_all_of_it_has_been_reported(engine, monkeypatch):
     seen: list[str] = []
     monkeypatch.setattr(engine, "after_step", lambda: seen.append("|"))
     requests = [request_of(engine, [[3, 9]], 5, min_length=5) for _ in range(3)]
@@ -93,7 +91,7 @@ def test_after_a_step_all_of_it_has_been_reported(
     assert max(map(len, reports)) <= 3
 
 
-def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
+def test_a_failing_listener_costs_only_its_own_request(engine):
     def fail(step: GenerationStep) -> None:
         raise ValueError("listener broke")
 
@@ -105,8 +103,8 @@ def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
 
 
 def test_a_failed_step_leaves_no_answer_that_reads_what_it_did_not_store(
-    engine: Engine, ft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, ft_dir, monkeypatch
+):
     prompts = [[*range(1, 25), last] for last in (20, 21, 22)]
     alone = [answers(engine, request_of(engine, [prompt])) for prompt in prompts]
     # A step takes 16 tokens, once one is measured: those of two prompts of three.
@@ -135,7 +133,7 @@ def test_a_failed_step_leaves_no_answer_that_reads_what_it_did_not_store(
         assert paged.load().blocks_used == 0
 
 
-def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
+def test_full_queue_refuses_with_its_size(ft_dir):
     options = EngineOptions(max_lanes=1, max_queued_rows=3)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         refused = threading.Event()  # until then the engine stays in its first step
@@ -154,7 +152,7 @@ def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
         assert [len(future.result(10).rows) for future in waiting] == [1, 1, 1]
 
 
-def test_request_longer_than_a_slot_is_refused(ft_dir: Path) -> None:
+def test_request_longer_than_a_slot_is_refused(ft_dir):
     options = EngineOptions(max_seq_len=16)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         assert engine.generate(request_of(engine, [[1] * 10], 7)).rows
@@ -162,7 +160,7 @@ def test_request_longer_than_a_slot_is_refused(ft_dir: Path) -> None:
             engine.submit(request_of(engine, [[1] * 10], 8))
 
 
-def test_beams_beyond_the_slots_are_refused(engine: Engine) -> None:
+def test_beams_beyond_the_slots_are_refused(engine):
     with pytest.raises(RequestError, match=r"beam_width=7: rows need 7 sequences, .* holds 6;"):
         engine.submit(request_of(engine, [[1]], 1, beam_width=7))
 
@@ -174,7 +172,7 @@ def paged_options(blocks: int, *, block_tokens: int) -> EngineOptions:
     return EngineOptions(max_seq_len=32, kv_block_tokens=block_tokens, kv_cache_bytes=cache_bytes)
 
 
-def test_beams_need_the_blocks_of_their_prompt_once(ft_dir: Path) -> None:
+def test_beams_need_the_blocks_of_their_prompt_once(ft_dir):
     options = paged_options(8, block_tokens=4)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         # Two blocks of the prompt, and two of each beam's answer.
@@ -185,7 +183,7 @@ def test_beams_need_the_blocks_of_their_prompt_once(ft_dir: Path) -> None:
         assert engine.load().blocks_used == 0
 
 
-def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
+def test_stopping_fails_the_requests_in_flight(ft_dir):
     engine = Engine(ft_dir, Placement(device="cpu"))
     with pytest.raises(EngineFailedError, match="not started"):
         engine.submit(request_of(engine, [[1]], 1))
@@ -200,9 +198,7 @@ def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "beams"), [(EngineOptions(max_lanes=2), 1), (paged_options(18, block_tokens=2), 3)]
 )
-def test_unusable_logits_fail_one_row_and_nothing_else(
-    options: EngineOptions, beams: int, tmp_path: Path
-) -> None:
+def test_unusable_logits_fail_one_row_and_nothing_else(options, beams, tmp_path):
     ft_dir = write_gpt(tmp_path, tie_word_embeddings=False)
     table = np.fromfile(ft_dir / "model.wte.bin", np.float32).reshape(53, 24)
     table[50] = 3e38  # finite on disk; squares overflow in the first layer
@@ -235,22 +231,18 @@ def test_unusable_logits_fail_one_row_and_nothing_else(
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
     ],
 )
-def test_invalid_placements_are_refused_before_loading(
-    ft_dir: Path, arguments: dict[str, Any], message: str
-) -> None:
+def test_invalid_placements_are_refused_before_loading(ft_dir, arguments, message):
     with pytest.raises(ValueError, match=message):
         Engine(ft_dir, Placement(**{"device": "cpu", **arguments}))
 
 
-def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir: Path) -> None:
+def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir):
     with pytest.raises(ValueError, match="kv_cache_bytes=1000 cannot hold one"):
         Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(kv_cache_bytes=1000))
 
 
 @pytest.mark.parametrize(("computed", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
-def test_a_cache_on_a_cpu_has_the_type_of_computation(
-    ft_dir: Path, computed: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_on_a_cpu_has_the_type_of_computation(ft_dir, computed, size, monkeypatch):
     monkeypatch.setattr(capacity, "compute_dtype", lambda *_: computed)
     options = EngineOptions(max_seq_len=32, max_lanes=3)
     engine = Engine(ft_dir, Placement(device="cpu", data_type="bf16"), options=options)
@@ -259,9 +251,7 @@ def test_a_cache_on_a_cpu_has_the_type_of_computation(
 
 
 @pytest.mark.parametrize("wanted", [None, 1 << 20])
-def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
-    ft_dir: Path, wanted: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(ft_dir, wanted, monkeypatch):
     _, config = read_config(ft_dir)
     weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // 2  # computed in fp16
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
@@ -280,9 +270,7 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
             plan(free)
 
 
-def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(tmp_path, monkeypatch):
     ft_dir = write_gpt(tmp_path, inter_size=512)
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
     architecture = read_config(ft_dir)[1].architecture()
@@ -294,7 +282,7 @@ def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(
         assert budget < free - work
 
 
-def test_weights_that_are_not_finite_fail_the_start(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_fail_the_start(tmp_path):
     ft_dir = write_gpt(tmp_path)
     for name in ("model.final_layernorm.bias.bin", "model.layers.1.mlp.dense_h_to_4h.bias.0.bin"):
         values = np.fromfile(ft_dir / name, np.float32)

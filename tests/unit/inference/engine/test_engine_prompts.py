@@ -54,20 +54,20 @@ def answers(engine: Engine, prompts: list[list[int]], **tensors: Any) -> list[li
     return [list(row.output_ids[0]) for row in engine.generate(request).rows]
 
 
-def test_each_row_reads_the_table_of_its_task(engine: Engine) -> None:
+def test_each_row_reads_the_table_of_its_task(engine):
     virtual = [[START, START + 1, 5, 6], [START + 2, 4, START, START + 1]]
     expected = answers(engine, [[7, 8, 5, 6], [11, 4, 9, 10]])
     assert answers(engine, virtual, prompt_learning_task_name_ids=[0, 1]) == expected
 
 
-def test_equal_ids_of_different_tasks_share_nothing(engine: Engine) -> None:
+def test_equal_ids_of_different_tasks_share_nothing(engine):
     for task, meaning in enumerate(MEANING.values()):
         virtual = [[START, START + 1, 5, 6, 7]]
         expected = answers(engine, [[*meaning[:2], 5, 6, 7]])
         assert answers(engine, virtual, prompt_learning_task_name_ids=task) == expected
 
 
-def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Path) -> None:
+def test_table_sent_with_the_request_is_used_instead(engine, ft_dir):
     rows = table(ft_dir)[[[20, 21], [22, 23]]]  # (2, 2, hidden)
     sent = answers(
         engine,
@@ -79,7 +79,7 @@ def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Pat
     assert sent == answers(engine, [[20, 21, 5], [3, 23, 22]])
 
 
-def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft_dir: Path) -> None:
+def test_virtual_tokens_have_no_score_wherever_they_come_from(engine, ft_dir):
     asked: dict[str, Any] = {"is_return_log_probs": True, "is_return_context_cum_log_probs": True}
     loaded: dict[str, Any] = {"prompt_learning_task_name_ids": 0}
     sent = {
@@ -96,6 +96,6 @@ def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft
     assert first == pytest.approx(second, abs=1e-5)
 
 
-def test_unknown_task_is_refused(engine: Engine) -> None:
+def test_unknown_task_is_refused(engine):
     with pytest.raises(RequestError, match=r"prompt_learning_task_name_ids\[0\]=2 is unknown"):
         answers(engine, [[START, 5]], prompt_learning_task_name_ids=2)

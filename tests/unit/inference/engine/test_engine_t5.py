@@ -83,9 +83,7 @@ def greedy(
     return tuple(tokens[1:])
 
 
-def test_ranks_that_choose_penalise_from_the_second_token_on(
-    engine: Engine, ft_dirs: dict[int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_choose_penalise_from_the_second_token_on(engine, ft_dirs, monkeypatch):
     # At a penalty of 0.01 the start token leads once it counts as seen.
     request = request_of(engine, prompts_of(9), 12, repetition_penalty=[1.6, 0.5, 0.01] * 3)
     expected = answers(engine, request)
@@ -96,20 +94,20 @@ def test_ranks_that_choose_penalise_from_the_second_token_on(
         assert answers(choosing, request) == expected
 
 
-def test_each_row_has_its_own_ia3_task(engine: Engine) -> None:
+def test_each_row_has_its_own_ia3_task(engine):
     prompt = prompts_of(6)[5]
     ours = answers(engine, request_of(engine, [prompt, prompt], 10, ia3_tasks=[1, 0]))
     assert ours == [greedy(prompt, 10, scalers=TASKS[1]), greedy(prompt, 10, scalers=TASKS[0])]
     assert answers(engine, request_of(engine, [prompt], 10)) == [greedy(prompt, 10)]
 
 
-def test_an_ia3_task_does_not_stay_in_its_slot(engine: Engine) -> None:
+def test_an_ia3_task_does_not_stay_in_its_slot(engine):
     prompts = prompts_of(SLOTS, seed=4)
     engine.generate(request_of(engine, prompts, 3, ia3_tasks=1))
     assert answers(engine, request_of(engine, prompts, 6)) == [greedy(p, 6) for p in prompts]
 
 
-def test_loaded_prompt_tables_are_chosen_by_task(engine: Engine) -> None:
+def test_loaded_prompt_tables_are_chosen_by_task(engine):
     words = prompts_of(4)[3]
     tasks = {0: TABLES["first"], 1: TABLES["second"]}
     prompts = [[*range(FIRST_VIRTUAL, FIRST_VIRTUAL + len(t)), *words] for t in tasks.values()]
@@ -118,7 +116,7 @@ def test_loaded_prompt_tables_are_chosen_by_task(engine: Engine) -> None:
     assert answers(engine, request) == expected
 
 
-def test_prompt_tables_come_with_the_request(engine: Engine) -> None:
+def test_prompt_tables_come_with_the_request(engine):
     words, table = prompts_of(4)[3], torch.randn(2, 20)
     prompt = [FIRST_VIRTUAL, *words, FIRST_VIRTUAL + 1]
     request = request_of(
@@ -131,7 +129,7 @@ def test_prompt_tables_come_with_the_request(engine: Engine) -> None:
     assert answers(engine, request) == [greedy(prompt, 8, table=table)]
 
 
-def test_each_step_of_a_stream_has_all_rows(engine: Engine) -> None:
+def test_each_step_of_a_stream_has_all_rows(engine):
     steps: list[GenerationStep] = []
     request = request_of(engine, prompts_of(4), 7)
     result = engine.submit(request, on_step=steps.append).result()
@@ -143,13 +141,13 @@ def test_each_step_of_a_stream_has_all_rows(engine: Engine) -> None:
             assert row.output_ids[0] == final.output_ids[0][:number]
 
 
-def test_positions_beyond_the_table_are_refused(engine: Engine) -> None:
+def test_positions_beyond_the_table_are_refused(engine):
     message = r"max_output_len\[0\]=2101 exceeds max_pos_seq_len \(2100\)"
     with pytest.raises(RequestError, match=message):
         engine.submit(request_of(engine, prompts_of(1), 2101))
 
 
-def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> None:
+def test_rows_longer_than_the_cache_are_refused(ft_dirs):
     engine = Engine(ft_dirs[1], Placement(device="cpu"), options=EngineOptions(max_seq_len=8))
     with pytest.raises(RequestError) as caught:
         engine.submit(request_of(engine, [[5] * 9], 12))
@@ -157,7 +155,7 @@ def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> Non
     assert "max_output_len[0]=12 exceeds the 8 tokens" in str(caught.value)
 
 
-def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -> None:
+def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs):
     token_bytes = 2 * MODEL.decoder_layers * MODEL.inner * 4
     short, long, whole = (
         Engine(
@@ -178,7 +176,7 @@ def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -
     assert (whole.slots, whole.blocks, whole.block_tokens) == (15, 15 * 2, 64)
 
 
-def test_long_rows_pass_the_encoder_in_slices(ft_dirs: dict[int, Path], engine: Engine) -> None:
+def test_long_rows_pass_the_encoder_in_slices(ft_dirs, engine):
     prompts = [[5] * 300, *prompts_of(5), list(range(4, 40)) * 8]
     request = request_of(engine, prompts, 20)
     options = EngineOptions(max_lanes=SLOTS, max_stall_s=1e-9)  # the fewest encoder tokens

@@ -59,8 +59,8 @@ def processes_of(engine: Engine) -> list[int]:
     ],
 )
 def test_answers_after_an_exchange_are_those_of_a_new_engine_until_a_rank_is_killed_during_one(
-    tmp_path: Path, tp_size: int, pp_size: int, milestone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tp_size, pp_size, milestone, monkeypatch
+):
     folders = [write_gpt(tmp_path / f"{n}", tp_size=tp_size, seed=n) for n in range(2)]
     fresh = []
     for number in range(2):
@@ -92,8 +92,8 @@ def test_answers_after_an_exchange_are_those_of_a_new_engine_until_a_rank_is_kil
 
 
 def test_requests_before_an_exchange_end_with_the_weights_that_they_began_with(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folders = [write_gpt(tmp_path / f"{n}", seed=n) for n in range(2)]
     with serving(folders[0]) as engine:
         request = request_of(engine, [PROMPT], [40])
@@ -104,7 +104,7 @@ def test_requests_before_an_exchange_end_with_the_weights_that_they_began_with(
         assert engine.generate(request).rows[0].output_ids[0] != alone
 
 
-def test_a_folder_of_another_shape_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_folder_of_another_shape_is_refused_and_changes_nothing(tmp_path):
     mine = write_gpt(tmp_path / "mine")
     other = write_gpt(tmp_path / "other", num_layer=1)
     with serving(mine) as engine:
@@ -115,9 +115,7 @@ def test_a_folder_of_another_shape_is_refused_and_changes_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_weights_that_cannot_be_loaded_end_the_engine_with_the_reason(
-    tmp_path: Path, tp_size: int
-) -> None:
+def test_weights_that_cannot_be_loaded_end_the_engine_with_the_reason(tmp_path, tp_size):
     folders = [write_gpt(tmp_path / f"{n}", tp_size=tp_size, seed=n) for n in range(2)]
     name = f"model.layers.0.mlp.dense_h_to_4h.weight.{tp_size - 1}.bin"
     values = np.fromfile(folders[1] / name, np.float32)
@@ -131,9 +129,7 @@ def test_weights_that_cannot_be_loaded_end_the_engine_with_the_reason(
             engine.submit(request)
 
 
-def test_an_engine_that_is_stopped_before_an_exchange_begins_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_stopped_before_an_exchange_begins_says_so(tmp_path, monkeypatch):
     folders = [write_gpt(tmp_path / f"{n}", seed=n) for n in range(2)]
     with serving(folders[0]) as engine, ThreadPoolExecutor(1) as pool:
         asked = threading.Event()
@@ -149,7 +145,7 @@ def test_an_engine_that_is_stopped_before_an_exchange_begins_says_so(
             exchanging.result()
 
 
-def test_a_folder_is_read_once_its_engine_exchanges(tmp_path: Path) -> None:
+def test_a_folder_is_read_once_its_engine_exchanges(tmp_path):
     """A rank gives back what it has mapped of the former folder, which may be deleted."""
     folders = [write_gpt(tmp_path / f"{n}", seed=n) for n in range(2)]
     with serving(folders[0]) as engine:

@@ -33,7 +33,7 @@ def loss(logits: torch.Tensor, ids: list[int]) -> float:
 
 
 @pytest.mark.parametrize("block_tokens", [0, 16])
-def test_a_trained_model_loses_little(folder: Path, block_tokens: int) -> None:
+def test_a_trained_model_loses_little(folder, block_tokens):
     tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     texts = [json.loads(line)["text"] for line in PASSAGES.read_text().splitlines()[:12]]
     prompts = [tokenizer.encode(text).ids for text in texts]

@@ -179,9 +179,7 @@ KINDS: dict[str, dict[str, Any]] = {
     seed=st.integers(0, 99),
     encoder_layers=st.sampled_from([0, 3]),
 )
-def test_every_answer_is_that_of_a_request_alone(
-    requests: list[tuple[int, int, int, str]], overlap: bool, seed: int, encoder_layers: int
-) -> None:
+def test_every_answer_is_that_of_a_request_alone(requests, overlap, seed, encoder_layers):
     draw = random.Random(seed)
     # Passes of the encoder take several steps.
     kind_of_world: dict[str, Any] = {"encoder_layers": encoder_layers, "bound_s": 1e-3}
@@ -214,7 +212,7 @@ def test_every_answer_is_that_of_a_request_alone(
         assert output_of(running) == output_of(again)
 
 
-def test_beams_hold_their_prompt_once() -> None:
+def test_beams_hold_their_prompt_once():
     world = World(blocks=200)
     prompt = [draw * 31 % VOCAB for draw in range(512)]
     for _ in range(2):
@@ -235,7 +233,7 @@ def wiped(step: GeneratingStep) -> list[tuple[int, int]]:
     return [(slot, place) for slot, start, stop in spans for place in range(start, stop)]
 
 
-def test_a_failed_beam_search_wipes_each_block_once() -> None:
+def test_a_failed_beam_search_wipes_each_block_once():
     world = World()
     other = world.add([3, 1, 4, 1, 5, 9], 9)
     world.turn()
@@ -256,7 +254,7 @@ def test_a_failed_beam_search_wipes_each_block_once() -> None:
     assert output_of(other) == answer([3, 1, 4, 1, 5, 9], 9)
 
 
-def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> None:
+def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others():
     world = World(blocks=60, overlap=True, encoder_layers=4, bound_s=1e-3)
     running = world.add([3, 1, 4], 30, end_id=VOCAB)
     for _ in range(9):
@@ -279,7 +277,7 @@ def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> Non
     assert output_of(late) == world.answer(late)
 
 
-def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
+def test_the_newest_row_is_preempted_and_the_oldest_never():
     world = World(blocks=12, overlap=False)
     oldest, newest = (world.add(ids, 40, end_id=VOCAB) for ids in ([1, 2, 3], [4, 5, 6]))
     news: list[list[list[int]]] = []
@@ -302,9 +300,7 @@ LONGROPE = Rotary(dims=2, kind="longrope", scaling={"original_max_position_embed
 
 @pytest.mark.parametrize("blocks", [0, BLOCKS])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_row_that_exceeds_the_original_length_computes_its_keys_again(
-    overlap: bool, blocks: int
-) -> None:
+def test_a_row_that_exceeds_the_original_length_computes_its_keys_again(overlap, blocks):
     world = World(overlap=overlap, blocks=blocks, rotary=LONGROPE)
     shifts: dict[int, list[int]] = {}  # of each slot's tokens
     run = world.ranks.run
@@ -330,9 +326,7 @@ def test_a_row_that_exceeds_the_original_length_computes_its_keys_again(
 
 
 @pytest.mark.parametrize(("output_len", "is_long"), [(8, False), (9, True)])
-def test_beams_that_may_exceed_the_original_length_do_so_from_the_start(
-    output_len: int, is_long: bool
-) -> None:
+def test_beams_that_may_exceed_the_original_length_do_so_from_the_start(output_len, is_long):
     world = World(rotary=LONGROPE)
     world.add([1, 2, 3], output_len, beam_width=2, end_id=VOCAB)
     step = world.scheduler.plan()
@@ -341,7 +335,7 @@ def test_beams_that_may_exceed_the_original_length_do_so_from_the_start(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
+def test_equal_beginnings_are_computed_once(overlap):
     header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     world = World(overlap=overlap)
     first = world.add([*header, 8], 5)
@@ -362,9 +356,7 @@ def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
 
 @pytest.mark.parametrize("bound_s", [0.1, 1e-3])  # all in one step, and a chunk at a time
 @pytest.mark.parametrize("overlap", [False, True])
-def test_equal_beginnings_that_come_together_are_computed_once(
-    overlap: bool, bound_s: float
-) -> None:
+def test_equal_beginnings_that_come_together_are_computed_once(overlap, bound_s):
     header = [(7 * number) % VOCAB for number in range(6 * SIZE + 1)]
     world = World(overlap=overlap, bound_s=bound_s)
     sent = [world.add([*header, 20 + number], 3) for number in range(4)]
@@ -383,7 +375,7 @@ def test_equal_beginnings_that_come_together_are_computed_once(
     assert sum(lengths) == len(header) + 1 + 3 * 2
 
 
-def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> None:
+def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared():
     header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     world = World(overlap=False)
     failing = world.add([*header, 8], 9)
@@ -404,7 +396,7 @@ def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> Non
 
 
 @pytest.mark.parametrize("blocks", [0, BLOCKS])
-def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks: int) -> None:
+def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks):
     world = World(blocks=blocks, bound_s=1e-6)
     neighbour = world.add([3, 1, 4], 30)
     world.turn()
@@ -423,7 +415,7 @@ def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks: int) -> None:
     assert output_of(neighbour) == answer([3, 1, 4], 30)
 
 
-def test_a_request_that_is_given_up_before_its_first_step_wipes_nothing() -> None:
+def test_a_request_that_is_given_up_before_its_first_step_wipes_nothing():
     world = World()
     world.add([3, 1, 4], 30)
     world.turn()
@@ -436,7 +428,7 @@ def test_a_request_that_is_given_up_before_its_first_step_wipes_nothing() -> Non
     assert not step.plan.moves
 
 
-def test_a_common_beginning_takes_its_blocks_once() -> None:
+def test_a_common_beginning_takes_its_blocks_once():
     header = [7] * 2 * SIZE
     world = World(blocks=2 + 3, overlap=False)
     sent = [world.add([*header, number], SIZE - 1) for number in range(3)]
@@ -449,7 +441,7 @@ def test_a_common_beginning_takes_its_blocks_once() -> None:
         assert output_of(running) == answer([*header, number], SIZE - 1)
 
 
-def test_results_of_a_failed_request_are_not_shared() -> None:
+def test_results_of_a_failed_request_are_not_shared():
     world = World(overlap=False)
     failing = world.add([3, 1, 4, 1, 5, 9], 30)
     world.turn()
@@ -461,9 +453,7 @@ def test_results_of_a_failed_request_are_not_shared() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("encoder_layers", [0, 6])
-def test_requests_that_arrive_at_random_are_answered_in_time(
-    soak: int, encoder_layers: int
-) -> None:
+def test_requests_that_arrive_at_random_are_answered_in_time(soak, encoder_layers):
     """Arrivals at four fifths of the rate that the simulated device can serve, at most 10,000."""
     draw = random.Random(3)
     world = World(blocks=480, slots=32, overlap=True, encoder_layers=encoder_layers)

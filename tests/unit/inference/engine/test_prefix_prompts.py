@@ -72,9 +72,7 @@ def check(engine: Engine, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "block_tokens"), [("gpt", 0), ("gptj", 0), ("gptj", 2)])
-def test_a_prefix_acts_as_the_tokens_it_was_taken_from(
-    family: str, block_tokens: int, tmp_path: Path
-) -> None:
+def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family, block_tokens, tmp_path):
     options = EngineOptions(kv_block_tokens=block_tokens)
     folder = write_prefixes(family, tmp_path)
     with Engine(folder, Placement(device="cpu"), options=options) as engine:
@@ -83,7 +81,7 @@ def test_a_prefix_acts_as_the_tokens_it_was_taken_from(
         assert engine.load().running == 0
 
 
-def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> None:
+def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path):
     folder, meaning, ids = write_prefixes("gptj", tmp_path, tp_size=2), MEANING["two"], [3, 20, 4]
     whole = logits_of(tmp_path / "plain" / "1-gpu", meaning + ids, tp_size=1, pp_size=1)
     move = (prefix_source(1), 0, 0, len(meaning))
@@ -98,7 +96,7 @@ def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> Non
     torch.testing.assert_close(logits, whole[len(meaning) :], rtol=1e-4, atol=1e-4)
 
 
-def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path: Path) -> None:
+def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path):
     with Engine(write_prefixes("gpt", tmp_path), Placement(device="cpu")) as engine:
         long = [[1] * 72]
         assert engine.generate(request_of(engine, long, prompt_learning_task_name_ids=0)).rows

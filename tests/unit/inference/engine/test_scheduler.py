@@ -72,7 +72,7 @@ def run_all(scheduler: Scheduler) -> list[GeneratingStep]:
     return steps
 
 
-def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one() -> None:
+def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one():
     scheduler = make_scheduler(2)
     large = make_running([5] * 10, arrival=1)
     small = make_running([5], arrival=2)
@@ -89,7 +89,7 @@ def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one() -> None:
     assert scheduler.load().running == 0
 
 
-def test_the_lowest_free_slots_are_taken_first() -> None:
+def test_the_lowest_free_slots_are_taken_first():
     scheduler = make_scheduler(5)
     scheduler.add(make_running([1, 9, 9]))
     advance(scheduler)  # the first row ends
@@ -99,7 +99,7 @@ def test_the_lowest_free_slots_are_taken_first() -> None:
     assert [row.slots for row in second.active] == [[0], [3], [4]]
 
 
-def test_wide_requests_are_not_overtaken_for_ever() -> None:
+def test_wide_requests_are_not_overtaken_for_ever():
     scheduler = make_scheduler(4)
     scheduler.add(make_running([9], arrival=1))
     wide = make_running([3], arrival=2, beam_width=4)
@@ -110,7 +110,7 @@ def test_wide_requests_are_not_overtaken_for_ever() -> None:
     assert wide.future.done()
 
 
-def test_prompts_are_cut_to_the_bound_while_others_decode() -> None:
+def test_prompts_are_cut_to_the_bound_while_others_decode():
     scheduler = make_scheduler(2)
     scheduler.add(make_running([200], arrival=1))
     advance(scheduler)
@@ -127,7 +127,7 @@ def test_prompts_are_cut_to_the_bound_while_others_decode() -> None:
     assert len(present(step).plan.ids) == 1
 
 
-def test_a_short_prompt_overtakes_long_ones_that_still_get_on() -> None:
+def test_a_short_prompt_overtakes_long_ones_that_still_get_on():
     scheduler = make_scheduler(4)
     long = [make_running([1], prompt_lens=[5000], arrival=n) for n in (1, 2)]
     for running in long:
@@ -146,7 +146,7 @@ def test_a_short_prompt_overtakes_long_ones_that_still_get_on() -> None:
     assert all(running.future.done() for running in long)
 
 
-def test_an_oldest_prompt_that_ends_leaves_its_half_of_a_step_to_the_others() -> None:
+def test_an_oldest_prompt_that_ends_leaves_its_half_of_a_step_to_the_others():
     scheduler = make_scheduler(8)
     for arrival in range(8):
         scheduler.add(make_running([1], prompt_lens=[40], arrival=arrival))
@@ -155,7 +155,7 @@ def test_an_oldest_prompt_that_ends_leaves_its_half_of_a_step_to_the_others() ->
     assert step.prompt_tokens == 256  # four times the first step's 64: no row decodes
 
 
-def test_rows_in_lock_step_begin_together() -> None:
+def test_rows_in_lock_step_begin_together():
     scheduler = make_scheduler(4)
     frames: list[GenerationStep] = []
     running = make_running([4, 4, 4], prompt_lens=[1, 300, 40], lock_step=True)
@@ -168,7 +168,7 @@ def test_rows_in_lock_step_begin_together() -> None:
         assert [row and len(row.output_ids[0]) for row in frame.rows] == [number] * 3
 
 
-def test_beams_share_the_prompt_and_then_follow_their_parents() -> None:
+def test_beams_share_the_prompt_and_then_follow_their_parents():
     scheduler = make_scheduler(3)
     scheduler.add(make_running([5], prompt_lens=[7], beam_width=3))
     first, second, *later = run_all(scheduler)

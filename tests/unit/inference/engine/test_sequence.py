@@ -50,7 +50,7 @@ def check(request: RunningRequest) -> None:
     assert not any(sequence.is_over for sequence in [*request.waiting, *request.active])
 
 
-def test_random_walks_take_every_transition_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_walks_take_every_transition_and_no_other(monkeypatch):
     taken: Counter[Transition] = Counter()
     become = RunningSequence.become
 
@@ -74,7 +74,7 @@ def test_random_walks_take_every_transition_and_no_other(monkeypatch: pytest.Mon
     assert set(taken) == legal
 
 
-def test_a_finished_sequence_cannot_begin_again() -> None:
+def test_a_finished_sequence_cannot_begin_again():
     world = World()
     request = world.add([3, 1, 4], 2)
     (sequence,) = request.waiting
@@ -84,7 +84,7 @@ def test_a_finished_sequence_cannot_begin_again() -> None:
         sequence.begin()
 
 
-def test_the_page_draws_the_transitions() -> None:
+def test_the_page_draws_the_transitions():
     text = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
     drawn = {}
     for status in SequenceStatus:

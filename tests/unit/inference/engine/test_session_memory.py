@@ -60,7 +60,7 @@ def converse(remembering: Engine, windowed: Engine, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [0, 5])
-def test_only_the_newest_tokens_are_seen(tmp_path: Path, block_tokens: int) -> None:
+def test_only_the_newest_tokens_are_seen(tmp_path, block_tokens):
     # A sequence of the cache is shorter than the conversation.
     options = EngineOptions(max_lanes=4, max_seq_len=MEMORY_LEN, kv_block_tokens=block_tokens)
     folder = write_llama(tmp_path / "plain")
@@ -86,9 +86,7 @@ def test_only_the_newest_tokens_are_seen(tmp_path: Path, block_tokens: int) -> N
         ({"memory_len": 9}, None, "memory_len: the request is not part of a session"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(
-    tmp_path: Path, lengths: dict[str, int], turn: SessionTurn | None, message: str
-) -> None:
+def test_lengths_that_do_not_fit_are_refused(tmp_path, lengths, turn, message):
     engine = Engine(
         write_gpt(tmp_path), Placement(device="cpu"), options=EngineOptions(max_seq_len=20)
     )

@@ -78,20 +78,20 @@ def converse(
 TURNS = [[[3, 9, 4], [1]], [[5, 8], [2, 2, 7, 30]], [[6], [6, 11]]]
 
 
-def test_turns_are_answered_as_the_whole_conversation(engine: Engine) -> None:
+def test_turns_are_answered_as_the_whole_conversation(engine):
     converse(engine, TURNS)
     converse(engine, TURNS, **SAMPLED)
 
 
 @pytest.mark.parametrize("block_tokens", [0, 4])
-def test_beams_go_on_from_the_best_hypothesis(ft_dir: Path, block_tokens: int) -> None:
+def test_beams_go_on_from_the_best_hypothesis(ft_dir, block_tokens):
     # The answers to whole conversations run next to the session.
     options = EngineOptions(max_lanes=12, kv_block_tokens=block_tokens)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         converse(engine, TURNS, beam_width=3)
 
 
-def test_a_turn_that_ended_early_gives_its_last_token_away(engine: Engine) -> None:
+def test_a_turn_that_ended_early_gives_its_last_token_away(engine):
     answer = engine.generate(request_of(engine, [[3, 9, 4]])).rows[0].output_ids[0]
     converse(engine, [turn[:1] for turn in TURNS], end_id=answer[2])
 
@@ -120,7 +120,7 @@ class OfOneToken(OfTwoTokens):
         return np.array([8, *[0] * 6], np.uint8)
 
 
-def test_a_form_of_banned_tokens_is_the_fault_of_the_request(engine: Engine) -> None:
+def test_a_form_of_banned_tokens_is_the_fault_of_the_request(engine):
     banned = np.array([[[3], [1]]], np.int32)
     request = request_of(engine, [[3, 9, 4]], bad_words_list=banned)
     request = replace(request, rows=(replace(request.rows[0], constraint=OfOneToken()),))
@@ -128,7 +128,7 @@ def test_a_form_of_banned_tokens_is_the_fault_of_the_request(engine: Engine) -> 
         engine.generate(request)
 
 
-def test_a_turn_whose_form_is_complete_keeps_all_tokens(engine: Engine) -> None:
+def test_a_turn_whose_form_is_complete_keeps_all_tokens(engine):
     start = begin(engine, [[3, 9, 4]])
     (row,) = start.rows
     start = replace(start, rows=(replace(row, constraint=OfTwoTokens()),))
@@ -142,22 +142,20 @@ def test_a_turn_whose_form_is_complete_keeps_all_tokens(engine: Engine) -> None:
     )
 
 
-def test_long_turns_come_in_chunks(ft_dir: Path) -> None:
+def test_long_turns_come_in_chunks(ft_dir):
     options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         converse(engine, [[[1, 2, 3]], [[5, 9, 4] * 8], [[8, 1] * 8]], output_len=2)
 
 
-def test_ranks_that_choose_know_what_the_conversation_has_seen(
-    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_choose_know_what_the_conversation_has_seen(ft_dir, monkeypatch):
     let_ranks_choose(monkeypatch)
     with Engine(ft_dir, Placement(device="cpu")) as engine:
         converse(engine, TURNS, **SAMPLED)
         converse(engine, TURNS, repetition_penalty=1.5)
 
 
-def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
+def test_streamed_turns_show_the_whole_conversation(engine):
     first = engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     steps: list[GenerationStep] = []
     future = engine.submit(request_of(engine, [[5]]), on_step=steps.append, turn=LAST)
@@ -167,7 +165,7 @@ def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
     assert {step.request.rows[0].returned_ids for step in steps} == {tuple(history)}
 
 
-def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
+def test_starting_again_forgets_the_earlier_session(engine):
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     engine.generate(begin(engine, [[8]]), turn=START)
     assert engine.load().running == 1
@@ -196,12 +194,12 @@ BAD_TURNS = [
     ("prompts", "turn", "options", "message"), BAD_TURNS, ids=[each[3] for each in BAD_TURNS]
 )
 def test_a_refused_turn_leaves_the_session_as_it_was(
-    engine: Engine,
-    prompts: list[list[int]],
-    turn: SessionTurn | None,
-    options: dict[str, Any],
-    message: str,
-) -> None:
+    engine,
+    prompts,
+    turn,
+    options,
+    message,
+):
     kept = SessionTurn("kept", starts=True)
     engine.generate(begin(engine, [[3, 9, 4]]), turn=kept)
     if turn == NEXT:
@@ -214,9 +212,7 @@ def test_a_refused_turn_leaves_the_session_as_it_was(
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 2}, {"is_return_context_embeddings": True}])
-def test_the_last_turn_ends_its_session_also_when_it_is_refused(
-    engine: Engine, options: dict[str, Any]
-) -> None:
+def test_the_last_turn_ends_its_session_also_when_it_is_refused(engine, options):
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     with pytest.raises(RequestError):
         engine.generate(request_of(engine, [[5]], **options), turn=LAST)
@@ -226,9 +222,7 @@ def test_the_last_turn_ends_its_session_also_when_it_is_refused(
 
 
 @pytest.mark.parametrize("turn", [NEXT, LAST])
-def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(
-    engine: Engine, turn: SessionTurn
-) -> None:
+def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(engine, turn):
     asked = threading.Event()
 
     def wait(_step: GenerationStep) -> None:
@@ -248,7 +242,7 @@ def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(
     assert engine.load().running == 0
 
 
-def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine: Engine) -> None:
+def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine):
     asked = threading.Event()
 
     def wait(_step: GenerationStep) -> None:
@@ -264,7 +258,7 @@ def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine: Engi
     assert engine.load().running == 0
 
 
-def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
+def test_a_cancelled_turn_ends_its_session(engine):
     steps: list[GenerationStep] = []
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     future = engine.submit(request_of(engine, [[5]], 50), on_step=steps.append, turn=NEXT)
@@ -276,7 +270,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
     assert engine.load().running == 0
 
 
-def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir: Path) -> None:
+def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir):
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         for number in (1, 2):
             engine.generate(begin(engine, [[3]]), turn=SessionTurn(number, starts=True))
@@ -289,7 +283,7 @@ def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir: Path) -> N
         assert engine.generate(request_of(engine, [[3]])).rows
 
 
-def test_sessions_that_exceed_the_blocks_are_refused(ft_dir: Path) -> None:
+def test_sessions_that_exceed_the_blocks_are_refused(ft_dir):
     token_bytes = 2 * 2 * 4 * 6 * 4  # keys and values, layers, heads, head size, fp32
     options = EngineOptions(kv_block_tokens=8, kv_cache_bytes=(10 + 1) * 8 * token_bytes)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
@@ -303,7 +297,7 @@ def test_sessions_that_exceed_the_blocks_are_refused(ft_dir: Path) -> None:
         assert engine.load().blocks_used == 0
 
 
-def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
+def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir):
     options = EngineOptions(max_lanes=1, session_idle_s=0.2)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         engine.generate(begin(engine, [[3]]), turn=SessionTurn(1, starts=True))
@@ -319,9 +313,7 @@ def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
             engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))
 
 
-def test_a_session_that_was_only_started_makes_room_and_others_stay(
-    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_was_only_started_makes_room_and_others_stay(ft_dir, monkeypatch):
     monkeypatch.setattr(sessions, "ABANDONED_S", 0.1)
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         engine.generate(begin(engine, [[3]]), turn=SessionTurn(1, starts=True))

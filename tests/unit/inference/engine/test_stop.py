@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -93,9 +92,7 @@ def tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("how", "tp_size"), [("stopped", 2), ("a step failed", 1)])
-def test_no_tensor_outlives_the_stop(
-    how: str, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_outlives_the_stop(how, tp_size, tmp_path, monkeypatch):
     engine = Engine(
         write_gpt(tmp_path, tp_size=tp_size),
         Placement(tp_size=tp_size, device="cpu"),
@@ -136,7 +133,7 @@ def test_no_tensor_outlives_the_stop(
 
 
 @pytest.mark.parametrize("int8_mode", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) -> None:
+def test_a_stopped_engine_gives_its_memory_back(int8_mode, tmp_path):
     sizes = {"head_num": 8, "size_per_head": 64, "inter_size": 2048, "num_layer": 16}
     ft_dir = write_gpt(tmp_path, **sizes)  # 200 MB in fp32
     done = subprocess.run(
@@ -160,7 +157,7 @@ def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) 
         pytest.param(1, "loading", marks=pytest.mark.long),
     ],
 )
-def test_the_end_of_a_process_stops_its_engine(tp_size: int, when: str, tmp_path: Path) -> None:
+def test_the_end_of_a_process_stops_its_engine(tp_size, when, tmp_path):
     ft_dir = write_gpt(tmp_path, tp_size=tp_size)
     done = subprocess.run(
         [sys.executable, "-c", _RUN_AND_LEAVE, str(ft_dir), str(tp_size), when],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 
-import pytest
 from aiohttp import web
 
 from inference.front.http_server import BoundServer, max_connections
@@ -15,7 +14,7 @@ HALF = b"GET /half HTTP/1.1\r\nHost: 127"
 ASKED = b"GET /%s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
-def test_half_requests_displace_each_other_and_no_client() -> None:
+def test_half_requests_displace_each_other_and_no_client():
     go_on = asyncio.Event()
 
     async def answer(request: web.BaseRequest) -> web.Response:
@@ -58,7 +57,7 @@ def test_half_requests_displace_each_other_and_no_client() -> None:
     asyncio.run(main())
 
 
-def test_connections_leave_descriptors_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_leave_descriptors_to_the_server(monkeypatch):
     for limit in (64, 600, 1024, 1 << 20):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         assert 1 <= 4 * max_connections() <= limit - min(limit // 3, 512)

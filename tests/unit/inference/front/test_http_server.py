@@ -19,8 +19,8 @@ async def _answers(_: web.BaseRequest) -> web.StreamResponse:
 
 
 def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     async def send() -> bytes:
         (port,) = pick_free_ports("127.0.0.1", 1)
         runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
@@ -36,7 +36,7 @@ def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool) -> None:
+def test_a_client_that_connected_just_before_the_end_is_answered(asks):
     async def end() -> bytes:
         (port,) = pick_free_ports("127.0.0.1", 1)
         runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)
@@ -56,7 +56,7 @@ def test_a_client_that_connected_just_before_the_end_is_answered(asks: bool) -> 
 
 
 @pytest.mark.parametrize("is_sent_late", [False, True])
-def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(is_sent_late: bool) -> None:
+def test_a_connection_that_waits_at_the_port_when_it_closes_is_answered(is_sent_late):
     async def send() -> bytes:
         (port,) = pick_free_ports("127.0.0.1", 1)
         runner = await http_server(OPEN_ACCESS, _answers, host="127.0.0.1", port=port)

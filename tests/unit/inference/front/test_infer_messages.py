@@ -9,7 +9,7 @@ from inference.front.guard import RejectedError
 from inference.front.infer_messages import parsed
 
 
-def test_message_of_another_kind_is_refused() -> None:
+def test_message_of_another_kind_is_refused():
     kind = service_pb2.ModelReadyRequest
     assert parsed(kind, kind(name="m").SerializeToString()).name == "m"
     for message in (b"\xff", b"\x0a\x01\xff"):  # the second one's name is not UTF-8

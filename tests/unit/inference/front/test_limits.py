@@ -147,14 +147,14 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_limit_is_taken_and_one_more_is_refused(name: str) -> None:
+def test_a_limit_is_taken_and_one_more_is_refused(name):
     limit, attempt = ROWS[name]
     attempt(limit)
     with pytest.raises(RejectedError):
         attempt(limit + 1)
 
 
-def test_the_table_has_each_of_them() -> None:
+def test_the_table_has_each_of_them():
     text = (ROOT / "SECURITY.md").read_text()
     table = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     limits = {row[0]: row[1].replace(",", "") for row in table}
@@ -168,7 +168,7 @@ def test_the_table_has_each_of_them() -> None:
     assert f"{guard.MAX_EXPANSION} times" in limits["compressed body"]
 
 
-def test_token_ids_come_back_as_they_are_sent() -> None:
+def test_token_ids_come_back_as_they_are_sent():
     body = json.dumps({"model": "m", "prompt": [5] * 1000}).encode()
     (prompt,) = prepared(body).prompts
     assert prompt.ids == array("I", [5] * 1000)
@@ -212,11 +212,11 @@ async def _until_closed() -> None:
         await server.stop(0)
 
 
-def test_idle_connections_of_grpc_are_closed() -> None:
+def test_idle_connections_of_grpc_are_closed():
     asyncio.run(asyncio.wait_for(_until_closed(), 60))
 
 
-def test_metadata_has_one_limit() -> None:
+def test_metadata_has_one_limit():
     """gRPC alone refuses some of the calls between two limits, at random."""
     text = (ROOT / "SECURITY.md").read_text()
     assert f"| metadata of gRPC | {MAX_METADATA_BYTES >> 10} KiB, " in text

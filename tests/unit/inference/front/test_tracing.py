@@ -53,7 +53,7 @@ class Passing(FakeModel):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_request_has_a_span_below_the_clients(sent: InMemorySpanExporter, streams: bool) -> None:
+def test_a_request_has_a_span_below_the_clients(sent, streams):
     model = Passing()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -98,7 +98,7 @@ def test_a_request_has_a_span_below_the_clients(sent: InMemorySpanExporter, stre
     assert span.resource.attributes["service.name"] == "slipway"
 
 
-def test_the_span_of_a_failure_says_so(sent: InMemorySpanExporter) -> None:
+def test_the_span_of_a_failure_says_so(sent):
     async def check(client: aiohttp.ClientSession) -> None:
         for body, status in ((ASKED, 503), (ASKED | {"model": "other"}, 404)):
             async with client.post("/v1/completions", json=body) as response:
@@ -113,7 +113,7 @@ def test_the_span_of_a_failure_says_so(sent: InMemorySpanExporter) -> None:
     assert refused.status.is_ok
 
 
-def test_spans_without_their_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_without_their_packages_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, EXPORTER, None)
     tracing.tracer_of.cache_clear()
     with pytest.raises(ValueError, match=r"slipway-serving\[otel\]"):
@@ -169,7 +169,7 @@ async def traced_channel() -> AsyncIterator[grpc.aio.Channel]:
     await tracing.close_tracer(COLLECTOR)
 
 
-def test_calls_of_grpc_have_spans(sent: InMemorySpanExporter) -> None:
+def test_calls_of_grpc_have_spans(sent):
     async def main() -> None:
         async with traced_channel() as channel:
             metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
@@ -192,9 +192,7 @@ def test_calls_of_grpc_have_spans(sent: InMemorySpanExporter) -> None:
 @pytest.mark.parametrize(
     ("method", "status"), [("/failed/ModelInfer", "UNKNOWN"), ("/left/ModelInfer", "CANCELLED")]
 )
-def test_the_span_of_a_call_without_an_answer_says_so(
-    sent: InMemorySpanExporter, method: str, status: str
-) -> None:
+def test_the_span_of_a_call_without_an_answer_says_so(sent, method, status):
     async def main() -> None:
         async with traced_channel() as channel:
             with pytest.raises(grpc.aio.AioRpcError):

@@ -120,7 +120,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129; INT8"),
     ],
 )
-def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
+def test_malformed_bodies_are_refused(body, said):
     with pytest.raises(RejectedError, match=said) as caught:
         check_body(body)
     assert len(str(caught.value)) < 400
@@ -142,16 +142,14 @@ _WRONG: dict[str, list[Any]] = {
         *((name, "a number") for name in ("priority", "timeout")),
     ],
 )
-def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(
-    name: str, takes: str
-) -> None:
+def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(name, takes):
     for value in _WRONG[takes]:
         shown = re.escape(json.dumps(value)[:40])
         with pytest.raises(RejectedError, match=f"parameters.{name}: should .* is {shown}"):
             check_body(json.dumps({"parameters": {name: value}, "inputs": [X]}).encode())
 
 
-def test_ids_and_parameters_of_tensors_have_types_too() -> None:
+def test_ids_and_parameters_of_tensors_have_types_too():
     for value in _WRONG["a text"]:
         for check in (check_body, lambda body: read_generate(body, MODEL)):
             with pytest.raises(RejectedError, match=r"^id: should "):
@@ -165,7 +163,7 @@ def test_ids_and_parameters_of_tensors_have_types_too() -> None:
             check_body(json.dumps({"outputs": [output]}).encode())
 
 
-def test_parameters_of_the_protocol_pass() -> None:
+def test_parameters_of_the_protocol_pass():
     flags = {"sequence_start": True, "sequence_end": False, "binary_data_output": True}
     for sequence_id in (0, (1 << 64) - 1, "", "x" * 128):
         parameters = {"sequence_id": sequence_id, **flags, "priority": 1, "timeout": 5, "own": 1.5}
@@ -173,7 +171,7 @@ def test_parameters_of_the_protocol_pass() -> None:
 
 
 @pytest.mark.parametrize("text", ["a\0b", "x" * 129])
-def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
+def test_a_sequence_of_a_message_has_a_short_name(text):
     message = service_pb2.ModelInferRequest(model_name="m")
     message.parameters["sequence_id"].string_param = text
     with pytest.raises(RejectedError, match=r"sequence_id: should be a text of up to 128"):
@@ -181,12 +179,12 @@ def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", " 5", "9" * 30, "٣"])
-def test_the_length_of_the_json_lies_within_the_body(length: str) -> None:
+def test_the_length_of_the_json_lies_within_the_body(length):
     with pytest.raises(RejectedError, match="is not a length within a body"):
         check_body(infer(), length)
 
 
-def test_requests_that_clients_send_pass() -> None:
+def test_requests_that_clients_send_pass():
     check_body(infer())
     check_body(infer() + bytes(8), str(len(infer())))
     check_body(infer(shape=[1, 0], data=[]))
@@ -198,7 +196,7 @@ def test_requests_that_clients_send_pass() -> None:
     read_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', {})
 
 
-def test_a_generate_request_is_checked_too() -> None:
+def test_a_generate_request_is_checked_too():
     with pytest.raises(RejectedError, match="32 levels"):
         read_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", MODEL)
     with pytest.raises(RejectedError, match="300 inputs"):
@@ -221,16 +219,14 @@ def test_a_generate_request_is_checked_too() -> None:
         ({"stream": 1}, "input 'stream' has 1; BOOL"),
     ],
 )
-def test_a_value_to_generate_fits_the_type_of_its_input(
-    request_body: dict[str, Any], said: str
-) -> None:
+def test_a_value_to_generate_fits_the_type_of_its_input(request_body, said):
     body = json.dumps(request_body).encode()
     with pytest.raises(RejectedError, match=said):
         read_generate(body, MODEL)
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, None, 1 << 64])
-def test_a_parameter_that_no_model_could_get_is_refused_by_name(value: Any) -> None:
+def test_a_parameter_that_no_model_could_get_is_refused_by_name(value):
     for body in ({"own": value}, {"parameters": {"own": value}}):
         with pytest.raises(RejectedError, match="parameter own is "):
             read_generate(json.dumps(body).encode(), MODEL)
@@ -238,7 +234,7 @@ def test_a_parameter_that_no_model_could_get_is_refused_by_name(value: Any) -> N
         check_body(json.dumps({"parameters": {"own": value}, "inputs": [X]}).encode())
 
 
-def test_values_that_fit_pass() -> None:
+def test_values_that_fit_pass():
     values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
     read_generate(json.dumps({**values, "else": "a"}).encode(), MODEL)
     read_generate(json.dumps({"parameters": values}).encode(), MODEL)
@@ -246,13 +242,13 @@ def test_values_that_fit_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "own"])
-def test_a_value_that_generate_is_given_twice_is_refused(name: str) -> None:
+def test_a_value_that_generate_is_given_twice_is_refused(name):
     with pytest.raises(RejectedError, match=f"{name} is given twice"):
         read_generate(json.dumps({name: 1, "parameters": {name: 2}}).encode(), MODEL)
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
-def test_malformed_messages_are_refused(shape: list[int]) -> None:
+def test_malformed_messages_are_refused(shape):
     message = service_pb2.ModelInferRequest(model_name="x")
     message.inputs.add(name="x", datatype="UINT32", shape=shape)
     with pytest.raises(RejectedError, match=r"inputs\[0\]"):
@@ -260,7 +256,7 @@ def test_malformed_messages_are_refused(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("entries", ["inputs", "outputs", "parameters"])
-def test_a_message_has_few_entries(entries: str) -> None:
+def test_a_message_has_few_entries(entries):
     message = service_pb2.ModelInferRequest()
     for number in range(300):
         if entries == "parameters":
@@ -285,7 +281,7 @@ _KEYS = st.sampled_from(["inputs", "outputs", "parameters", "shape", "name", "da
 
 @settings(max_examples=80)
 @given(value=st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KEYS, _JSON), max_size=3)))
-def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str, Any]) -> None:
+def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value):
     body = json.dumps(value).encode()
     if "\\u0000" not in body.decode():  # which no key may have
         assert parse_json(body) == value
@@ -318,7 +314,7 @@ def as_field(number: int, content: bytes) -> bytes:
         (b"\x2b", "not a ModelInferRequest"),  # a group
     ],
 )
-def test_messages_that_would_take_much_memory_are_not_parsed(data: bytes, said: str) -> None:
+def test_messages_that_would_take_much_memory_are_not_parsed(data, said):
     with pytest.raises(RejectedError, match=said):
         without_raw_tensors(data)
 
@@ -328,9 +324,7 @@ def test_messages_that_would_take_much_memory_are_not_parsed(data: bytes, said: 
     raw=st.lists(st.binary(max_size=300), max_size=3),
     value=st.integers(-(2**63), 2**63 - 1),
 )
-def test_what_is_left_without_raw_tensors_is_the_same_request(
-    shape: list[int], raw: list[bytes], value: int
-) -> None:
+def test_what_is_left_without_raw_tensors_is_the_same_request(shape, raw, value):
     message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=raw)
     message.inputs.add(name="x", shape=shape, datatype="UINT32")
     message.parameters["a"].int64_param = value
@@ -344,7 +338,7 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
 
 
 @pytest.mark.parametrize("given_id", [7, 2**63 + 1, "a chat", -5])
-def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | str) -> None:
+def test_a_session_reaches_the_server_under_its_owners_own_id(given_id):
     others = Namespace("another", MINE.key)
     assert MINE.inside(given_id) == MINE.inside(given_id) != others.inside(given_id)
     message = service_pb2.ModelInferRequest(model_name="m")
@@ -365,7 +359,7 @@ def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | st
         assert turn.session_id == MINE.inside(given_id)
 
 
-def test_no_session_stays_none() -> None:
+def test_no_session_stays_none():
     body = json.dumps({"parameters": {"sequence_id": 0}, "inputs": []}).encode()
     assert turn_of(read_infer(body, len(body))) is None
     message = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
@@ -373,7 +367,7 @@ def test_no_session_stays_none() -> None:
 
 
 @pytest.mark.parametrize("count", [MAX_TEXTS, MAX_TEXTS + 1])
-def test_texts_are_counted(count: int) -> None:
+def test_texts_are_counted(count):
     message = service_pb2.ModelInferRequest(model_name="m")
     message.inputs.add(name="x", shape=[1, count], datatype="BYTES")
     typed = service_pb2.ModelInferRequest(model_name="m")
@@ -388,7 +382,7 @@ def test_texts_are_counted(count: int) -> None:
             check_message(each, 1 << 20)
 
 
-def test_empty_tensors_have_no_huge_sizes() -> None:
+def test_empty_tensors_have_no_huge_sizes():
     for shape in ([1, 0, 2**62], [2**40, 0]):
         message = service_pb2.ModelInferRequest(model_name="m")
         message.inputs.add(name="x", shape=shape, datatype="UINT32")
@@ -396,7 +390,7 @@ def test_empty_tensors_have_no_huge_sizes() -> None:
             check_message(message, 100)
 
 
-def test_no_name_of_a_message_has_a_second_reading() -> None:
+def test_no_name_of_a_message_has_a_second_reading():
     named = service_pb2.ModelInferRequest(model_name="two")
     named.inputs.add(name="x", datatype="UINT32", shape=[1])
     named.outputs.add(name="y")
@@ -423,7 +417,7 @@ def test_no_name_of_a_message_has_a_second_reading() -> None:
 
 
 @pytest.mark.parametrize("name", [CANARY_PARAMETER, "slipway_stream"])
-def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
+def test_parameters_of_the_owner_are_taken_from_no_client(name):
     """A model answers canaries out of turn; strangers' ones would make it seem to stand still."""
     parameters = {name: True}
     message = service_pb2.ModelInferRequest(model_name="m")
@@ -438,14 +432,14 @@ def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
             check()
 
 
-def test_the_list_of_models_is_asked_for_in_its_own_form() -> None:
+def test_the_list_of_models_is_asked_for_in_its_own_form():
     for body in (b"{}", b'{"ready": true}', b'{"ready": false, "own": [1]}'):
         check_index(body)
     with pytest.raises(RejectedError, match="ready: "):
         check_index(b'{"ready": "yes"}')
 
 
-def test_what_requests_share_cannot_be_changed() -> None:
+def test_what_requests_share_cannot_be_changed():
     head = json.dumps({"inputs": [X, {**X, "name": "y", "data": None}]}).encode()
     first, second = (read_head(bytes(bytearray(head)), len(head) + 8) for _ in range(2))
     assert first is second

@@ -38,7 +38,7 @@ def process_id() -> int:
     return os.getpid()
 
 
-def test_others_are_answered_while_a_large_request_is_checked() -> None:
+def test_others_are_answered_while_a_large_request_is_checked():
     async def turns_of_others() -> int:
         workers, turns = Workers(), 0
         task = asyncio.ensure_future(workers.check(check_index, LARGE, size_bytes=len(LARGE)))
@@ -52,7 +52,7 @@ def test_others_are_answered_while_a_large_request_is_checked() -> None:
     assert asyncio.run(turns_of_others()) > 10  # 1 where it holds them up
 
 
-def test_reasons_come_back_and_small_requests_need_no_process() -> None:
+def test_reasons_come_back_and_small_requests_need_no_process():
     before = set(descendants(os.getpid()))
 
     async def check() -> None:
@@ -74,18 +74,18 @@ def test_reasons_come_back_and_small_requests_need_no_process() -> None:
         (run_for_ever, "more than 3 s"),
     ],
 )
-def test_work_without_an_end_is_ended_and_the_next_is_done(work: object, said: str) -> None:
+def test_work_without_an_end_is_ended_and_the_next_is_done(work, said):
     async def check() -> None:
         workers = Workers(1, work_s=3.0)
         with pytest.raises(RejectedError, match=said):
-            await workers.run(work, size_bytes=0)  # type: ignore[arg-type]
+            await workers.run(work, size_bytes=0)
         assert await workers.run(process_id, size_bytes=0) != os.getpid()
         workers.close()
 
     asyncio.run(check())
 
 
-def test_large_work_without_an_end_leaves_small_requests_a_process() -> None:
+def test_large_work_without_an_end_leaves_small_requests_a_process():
     async def check() -> None:
         workers = Workers(2, work_s=8.0)
         await workers.start(do_nothing)

@@ -74,7 +74,7 @@ def watched(check: Callable[[Served], Any], monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(asyncio.wait_for(run(), timeout=30))
 
 
-def test_a_silent_model_is_not_ready_first_and_lost_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_model_is_not_ready_first_and_lost_later(monkeypatch):
     async def check(served: Served) -> None:
         served.answers.clear()
         await served.until(lambda: not served.watch.is_ready())
@@ -84,7 +84,7 @@ def test_a_silent_model_is_not_ready_first_and_lost_later(monkeypatch: pytest.Mo
     watched(check, monkeypatch)
 
 
-def test_an_answer_after_silence_is_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_after_silence_is_readiness(monkeypatch):
     async def check(served: Served) -> None:
         served.answers.clear()
         await served.until(lambda: not served.watch.is_ready())
@@ -95,7 +95,7 @@ def test_an_answer_after_silence_is_readiness(monkeypatch: pytest.MonkeyPatch) -
     watched(check, monkeypatch)
 
 
-def test_a_model_that_finishes_others_requests_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_finishes_others_requests_is_busy(monkeypatch):
     async def check(served: Served) -> None:
         served.answers.clear()
         asked = served.asked
@@ -110,7 +110,7 @@ def test_a_model_that_finishes_others_requests_is_busy(monkeypatch: pytest.Monke
     watched(check, monkeypatch)
 
 
-def test_a_model_that_computes_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_computes_is_left_alone_for_a_while(monkeypatch):
     async def check(served: Served) -> None:
         served.share = 0.5
         served.answers.clear()
@@ -125,7 +125,7 @@ def test_a_model_that_computes_is_left_alone_for_a_while(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("error", [InferError("out of memory", "INTERNAL"), KeyError("gone")])
-def test_two_errors_in_a_row_are_a_loss(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_errors_in_a_row_are_a_loss(error, monkeypatch):
     async def check(served: Served) -> None:
         served.error = error
         await served.until(lambda: served.lost)
@@ -135,7 +135,7 @@ def test_two_errors_in_a_row_are_a_loss(error: Exception, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "INVALID_ARGUMENT"])
-def test_a_refused_canary_is_an_answer(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_canary_is_an_answer(code, monkeypatch):
     async def check(served: Served) -> None:
         served.error, asked = InferError("busy", code), served.asked
         await served.until(lambda: served.asked > asked + 3)
@@ -145,7 +145,7 @@ def test_a_refused_canary_is_an_answer(code: str, monkeypatch: pytest.MonkeyPatc
     watched(check, monkeypatch)
 
 
-def test_the_wait_grows_with_the_slowest_answer() -> None:
+def test_the_wait_grows_with_the_slowest_answer():
     async def check() -> None:
         watch = Served().watch
         (target,) = watch._targets
@@ -162,7 +162,7 @@ def test_the_wait_grows_with_the_slowest_answer() -> None:
     asyncio.run(check())
 
 
-def test_a_process_that_ends_takes_no_time_away() -> None:
+def test_a_process_that_ends_takes_no_time_away():
     busy = "import time; any(time.process_time() > 0.5 for _ in iter(int, 1)); input()"
     process = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE)
     until(lambda: (state := process_state(process.pid)) is not None and state.cpu_s > 0.3)

@@ -19,7 +19,7 @@ def model_of(name: str, **fields: Any) -> HostedModel:
     return HostedModel(json_format.ParseDict(about, model_config_pb2.ModelConfig()), "1")
 
 
-def test_metadata_and_configuration_say_what_is_served() -> None:
+def test_metadata_and_configuration_say_what_is_served():
     model = model_of("m", parameters={"data_type": {"string_value": "fp16"}})
     assert "parameters" not in model_metadata(model)
     model.about = {"checkpoint": "abc", "data_type": "fp16"}
@@ -32,7 +32,7 @@ def test_metadata_and_configuration_say_what_is_served() -> None:
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_an_ensemble_answers_as_often_as_its_steps(decoupled: bool) -> None:
+def test_an_ensemble_answers_as_often_as_its_steps(decoupled):
     policy = {"model_transaction_policy": {"decoupled": True}}
     step = {"model_name": "inner", "input_map": {"x": "x"}, "output_map": {"x": "x"}}
     outer = model_of(
@@ -46,7 +46,7 @@ def test_an_ensemble_answers_as_often_as_its_steps(decoupled: bool) -> None:
         HostedEnsemble(outer, "1", models)
 
 
-def test_every_path_of_the_description_is_open_and_every_body_described() -> None:
+def test_every_path_of_the_description_is_open_and_every_body_described():
     found = api_description()
     for path, operations in found["paths"].items():
         for method, operation in operations.items():

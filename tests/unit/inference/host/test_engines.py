@@ -73,7 +73,7 @@ def with_shared() -> Iterator[Shared]:
         runner.run(context.__aexit__(None, None, None))
 
 
-def test_outputs_come_without_torch_and_tokens_as_they_grow(with_shared: Shared) -> None:
+def test_outputs_come_without_torch_and_tokens_as_they_grow(with_shared):
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         (half, first), (text, last) = await answers(engine, asked("tensors"))
         assert (first, last, engine.steps) == (False, True, 7)
@@ -88,7 +88,7 @@ def test_outputs_come_without_torch_and_tokens_as_they_grow(with_shared: Shared)
     with_shared(use)
 
 
-def test_steps_that_are_taken_at_once_are_the_tokens_so_far(with_shared: Shared) -> None:
+def test_steps_that_are_taken_at_once_are_the_tokens_so_far(with_shared):
     async def use(engine: EngineProcess, _: list[str]) -> None:
         found = await answers(engine, asked("tokens"))
         states = [[[1], [2]], [[1, 3], [2]], [[1, 3, 4], [2, 5, 6]], [[1, 3, 4], [2, 5, 6, 7]]]
@@ -99,7 +99,7 @@ def test_steps_that_are_taken_at_once_are_the_tokens_so_far(with_shared: Shared)
     with_shared(use)
 
 
-def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch):
     here, there = Pipe()
     process = SimpleNamespace(link=here, wait=lambda _=None: 0, kill=lambda: None)
     monkeypatch.setattr(engines, "started_engine", lambda _: process)
@@ -120,7 +120,7 @@ def test_what_came_while_the_loop_was_busy_is_one_frame(monkeypatch: pytest.Monk
     assert len(seen) <= 2
 
 
-def test_tensors_that_nobody_reads_are_not_made(with_shared: Shared) -> None:
+def test_tensors_that_nobody_reads_are_not_made(with_shared):
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         responses = engine.infer(asked("flood"))
         steps = [int((await anext(responses))[0]["step"][0])]
@@ -138,9 +138,7 @@ def test_tensors_that_nobody_reads_are_not_made(with_shared: Shared) -> None:
     ("does", "answer"),
     [("refuse", ("too busy", "UNAVAILABLE")), ("fault", ("'a fault'", "INTERNAL"))],
 )
-def test_a_refusal_is_that_of_its_request_alone(
-    does: str, answer: tuple[str, str], with_shared: Shared
-) -> None:
+def test_a_refusal_is_that_of_its_request_alone(does, answer, with_shared):
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         other = asyncio.create_task(answers(engine, asked("tokens")))
         with pytest.raises(ModelError) as caught:
@@ -152,7 +150,7 @@ def test_a_refusal_is_that_of_its_request_alone(
     with_shared(use)
 
 
-def test_a_request_that_is_given_up_is_cancelled_there(with_shared: Shared) -> None:
+def test_a_request_that_is_given_up_is_cancelled_there(with_shared):
     async def use(engine: EngineProcess, _: list[str]) -> None:
         async def cancelled() -> float:
             found = {(e.row.name, e.labels.get("outcome")): e.value for e in await engine.metrics()}
@@ -174,7 +172,7 @@ def test_a_request_that_is_given_up_is_cancelled_there(with_shared: Shared) -> N
     ("does", "reason"),
     [("end", "its process has ended with status 3"), ("leave", "a rank is gone")],
 )
-def test_a_lost_engine_fails_its_requests_with_the_reason(does: str, reason: str) -> None:
+def test_a_lost_engine_fails_its_requests_with_the_reason(does, reason):
     async def use(engine: EngineProcess, lost: list[str]) -> None:
         waiting = asyncio.create_task(answers(engine, asked("wait")))
         with pytest.raises(ModelError) as caught:
@@ -187,7 +185,7 @@ def test_a_lost_engine_fails_its_requests_with_the_reason(does: str, reason: str
     with_engine(use)
 
 
-def test_a_model_that_cannot_be_loaded_says_why() -> None:
+def test_a_model_that_cannot_be_loaded_says_why():
     async def use(_: EngineProcess, __: list[str]) -> None:
         raise AssertionError("it is loaded")
 
@@ -195,7 +193,7 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
         with_engine(use, refuse="1")
 
 
-def test_a_closed_engine_leaves_no_process(with_shared: Shared) -> None:
+def test_a_closed_engine_leaves_no_process(with_shared):
     """The last test of the shared engine."""
 
     async def use(engine: EngineProcess, lost: list[str]) -> None:

@@ -113,7 +113,7 @@ def with_stream(check: Callable[[Calls, Gate], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_leaves_ends_all_requests_of_its_stream() -> None:
+def test_a_client_that_leaves_ends_all_requests_of_its_stream():
     async def check(calls: Calls, _: Gate) -> None:
         for value in (SLOW, QUICK, SLOW):
             await calls.ask(value)
@@ -126,7 +126,7 @@ def test_a_client_that_leaves_ends_all_requests_of_its_stream() -> None:
     with_stream(check)
 
 
-def test_a_message_of_a_stream_is_decompressed_once() -> None:
+def test_a_message_of_a_stream_is_decompressed_once():
     async def check(calls: Calls, _: Gate) -> None:
         await calls.call.write(gzip.compress(message(QUICK)))
         assert await calls.answer() == ("1", QUICK)
@@ -136,7 +136,7 @@ def test_a_message_of_a_stream_is_decompressed_once() -> None:
     with_stream(check)
 
 
-def test_each_request_of_a_stream_goes_to_the_models_of_its_time() -> None:
+def test_each_request_of_a_stream_goes_to_the_models_of_its_time():
     async def check(calls: Calls, _: Gate) -> None:
         await calls.ask(QUICK)
         assert await calls.answer() == ("1", QUICK)
@@ -147,7 +147,7 @@ def test_each_request_of_a_stream_goes_to_the_models_of_its_time() -> None:
     with_stream(check)
 
 
-def test_finished_requests_make_room_for_others_behind_a_slow_one() -> None:
+def test_finished_requests_make_room_for_others_behind_a_slow_one():
     async def check(calls: Calls, model: Gate) -> None:
         await calls.ask(SLOW)
         for _ in range(300):
@@ -159,7 +159,7 @@ def test_finished_requests_make_room_for_others_behind_a_slow_one() -> None:
     with_stream(check)
 
 
-def test_a_model_with_one_response_answers_in_the_order_of_its_requests() -> None:
+def test_a_model_with_one_response_answers_in_the_order_of_its_requests():
     async def check(calls: Calls, _: Gate) -> None:
         await calls.ask(SLOW, model="ordered")
         await calls.ask(QUICK)
@@ -173,7 +173,7 @@ def test_a_model_with_one_response_answers_in_the_order_of_its_requests() -> Non
     with_stream(check)
 
 
-def test_a_request_of_a_wrong_form_leaves_the_others_of_its_stream_alone() -> None:
+def test_a_request_of_a_wrong_form_leaves_the_others_of_its_stream_alone():
     async def check(calls: Calls, model: Gate) -> None:
         await calls.ask(SLOW)
         wrong = service_pb2.ModelInferRequest(model_name="m", id="7")
@@ -191,7 +191,7 @@ def test_a_request_of_a_wrong_form_leaves_the_others_of_its_stream_alone() -> No
     with_stream(check)
 
 
-def test_a_refused_request_ends_its_stream_after_the_answers_before_it() -> None:
+def test_a_refused_request_ends_its_stream_after_the_answers_before_it():
     async def check(calls: Calls, model: Gate) -> None:
         await calls.ask(SLOW)
         while not calls.context.users():
@@ -209,7 +209,7 @@ def test_a_refused_request_ends_its_stream_after_the_answers_before_it() -> None
     with_stream(check)
 
 
-def test_a_request_that_is_refused_after_the_last_was_read_ends_its_stream() -> None:
+def test_a_request_that_is_refused_after_the_last_was_read_ends_its_stream():
     async def check(calls: Calls, _: Gate) -> None:
         calls.is_leaving = True
         await calls.ask(QUICK)
@@ -233,7 +233,7 @@ class Talker(HostedModel):
             yield {"x": np.array([number], np.uint32)}, number == 999
 
 
-def test_a_client_that_reads_nothing_keeps_its_model_waiting() -> None:
+def test_a_client_that_reads_nothing_keeps_its_model_waiting():
     async def main() -> None:
         model, workers = Talker(), Workers()
         served = Served(model)
@@ -266,7 +266,7 @@ def test_a_client_that_reads_nothing_keeps_its_model_waiting() -> None:
     asyncio.run(main())
 
 
-def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
+def test_a_refused_stream_can_be_iterated_by_interceptors():
     async def main() -> None:
         def refuse(_: str | None) -> None:
             raise RejectedError("no token", HTTPStatus.UNAUTHORIZED)
@@ -291,8 +291,8 @@ def test_a_refused_stream_can_be_iterated_by_interceptors() -> None:
 
 
 def test_refused_calls_and_streams_have_their_lines_in_the_log(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     closed = "/inference.GRPCInferenceService/RepositoryModelLoad"
     health = "/grpc.health.v1.Health/Check"
 

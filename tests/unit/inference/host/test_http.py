@@ -77,7 +77,7 @@ def with_server(served: Served, check: Callable[[FrontContext[Any], int], Awaita
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
+def test_a_request_whose_body_arrives_is_under_way_and_may_come_again():
     async def check(context: FrontContext[Any], port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(ASKED % (b"generate_stream", 7) + b'{"x"')
@@ -93,7 +93,7 @@ def test_a_request_whose_body_arrives_is_under_way_and_may_come_again() -> None:
 
 
 @pytest.mark.parametrize("kept", [b"", b"Connection: keep-alive\r\n"])
-def test_a_stream_of_http_1_0_ends_with_its_connection(kept: bytes) -> None:
+def test_a_stream_of_http_1_0_ends_with_its_connection(kept):
     async def check(_: FrontContext[Any], port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         asked = ASKED.replace(b"/1.1", b"/1.0").replace(b"Host: localhost\r\n", kept)
@@ -108,9 +108,7 @@ def test_a_stream_of_http_1_0_ends_with_its_connection(kept: bytes) -> None:
 
 
 @pytest.mark.parametrize(("action", "decoupled"), [("generate", False), ("generate_stream", True)])
-def test_an_answer_and_the_log_have_the_id_of_the_request(
-    action: str, decoupled: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_and_the_log_have_the_id_of_the_request(action, decoupled, capfd):
     async def check(_: FrontContext[Any], port: int) -> None:
         url = f"http://127.0.0.1:{port}/v2/models/m/{action}"
         async with aiohttp.ClientSession() as session:
@@ -129,7 +127,7 @@ def test_an_answer_and_the_log_have_the_id_of_the_request(
     assert {len(each) for each in names[1:]} == {32}
 
 
-def test_the_event_loop_goes_on_while_a_large_answer_is_written() -> None:
+def test_the_event_loop_goes_on_while_a_large_answer_is_written():
     async def check(_: FrontContext[Any], port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(ASKED % (b"generate", 7) + b'{"x":1}')

@@ -37,7 +37,7 @@ def values(array: Any, dtype: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("model_type", ["GPT", "GPT-J", "GPT-NeoX", "Llama"])
-def test_request_to_a_generator_is_two_tokens_in_and_two_out(model_type: str) -> None:
+def test_request_to_a_generator_is_two_tokens_in_and_two_out(model_type):
     tensors = tensors_of(model_of(model_signature(model_type, data_type="fp16")))
     assert set(tensors) == {"input_ids", "input_lengths", "request_output_len"}
     assert values(tensors["input_ids"], "<u4") == [[0, 0]]
@@ -45,12 +45,12 @@ def test_request_to_a_generator_is_two_tokens_in_and_two_out(model_type: str) ->
     assert values(tensors["request_output_len"], "<u4") == [[2]]
 
 
-def test_request_to_an_encoder_decoder_has_its_names() -> None:
+def test_request_to_an_encoder_decoder_has_its_names():
     tensors = tensors_of(model_of(model_signature("T5", data_type="fp32")))
     assert set(tensors) == {"input_ids", "sequence_length", "max_output_len"}
 
 
-def test_request_to_an_ensemble_is_a_short_text() -> None:
+def test_request_to_an_ensemble_is_a_short_text():
     signature = ensemble(model_signature("GPT", data_type="fp32"))
     tensors = tensors_of(model_of(signature))
     assert set(tensors) == {"INPUT_0", "INPUT_1"}
@@ -60,9 +60,7 @@ def test_request_to_an_ensemble_is_a_short_text() -> None:
 @pytest.mark.parametrize(
     ("data_type", "dtype", "ones"), [("fp32", "<f4", 1.0), ("fp16", "<f2", 1.0)]
 )
-def test_request_of_hidden_states_needs_their_width(
-    data_type: str, dtype: str, ones: float
-) -> None:
+def test_request_of_hidden_states_needs_their_width(data_type, dtype, ones):
     model = model_of(model_signature("bert", data_type=data_type))
     assert probe_tensors(model, hidden=None) is None
     tensors = tensors_of(model, hidden=3)
@@ -70,7 +68,7 @@ def test_request_of_hidden_states_needs_their_width(
     assert values(tensors["sequence_lengths"], "<i4") == [[2]]
 
 
-def test_request_of_a_session_says_how_much_it_holds() -> None:
+def test_request_of_a_session_says_how_much_it_holds():
     signature = interactive(model_signature("GPT", data_type="fp32"))
     tensors = tensors_of(model_of(signature, interactive=True, max_batch_size=1))
     assert tensors["input_ids"].shape == (1, 1, 2)

@@ -34,8 +34,8 @@ class BusyContext:
 
 
 def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async def load(_: object) -> None:
         """Load nothing."""
 
@@ -53,7 +53,7 @@ def test_a_repository_is_reloaded_while_a_request_keeps_the_former_one(
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
-def test_a_server_is_not_ready_before_all_its_ports_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_not_ready_before_all_its_ports_answer(monkeypatch):
     async def load(_: object) -> None:
         """Load nothing."""
 
@@ -89,7 +89,7 @@ def host_that_loads(
     return host, events
 
 
-def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch):
     async def load(_: object) -> None:
         raise UnservedError([])
 
@@ -99,7 +99,7 @@ def test_a_repository_that_is_kept_is_reported_with_words(monkeypatch: pytest.Mo
     assert event["kept"]
 
 
-def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch):
     async def load(_: object) -> None:
         raise RejectedError("the tokenizer takes too much memory")
 
@@ -113,7 +113,7 @@ def test_whatever_ends_a_start_is_told_to_the_owner(monkeypatch: pytest.MonkeyPa
     assert [[*event] for event in events] == [["failures"]]
 
 
-def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_thread_that_loads(monkeypatch):
     has_ended = threading.Event()
     waited = list[bool]()
 

@@ -67,7 +67,7 @@ def refuse(words: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("options", [{}, DECOUPLED])
-def test_a_request_arrives_as_it_was_read(options: dict[str, Any]) -> None:
+def test_a_request_arrives_as_it_was_read(options):
     fake = FakeTriton({})
     half = np.array([[1.0, -2.0]], np.float32)
     text = np.array([[b"\xff\0"]], object)
@@ -101,7 +101,7 @@ def test_a_request_arrives_as_it_was_read(options: dict[str, Any]) -> None:
     assert [each.name for each in sent.outputs] == ["y"]
 
 
-def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch):
     cancelled = list[object]()
     monkeypatch.setattr(Cancellations, "cancel", lambda _, call: cancelled.append(call))
 
@@ -113,7 +113,7 @@ def test_a_stream_that_has_ended_is_not_cancelled(monkeypatch: pytest.MonkeyPatc
     assert not cancelled
 
 
-def test_an_output_keeps_its_type_and_bytes() -> None:
+def test_an_output_keeps_its_type_and_bytes():
     raw = np.array([0x3F80], np.uint16).tobytes()
     value = array_of(raw, "BF16", (1, 1), name="y")
     assert value.tolist() == [[1.0]]
@@ -131,7 +131,7 @@ def test_an_output_keeps_its_type_and_bytes() -> None:
         (DECOUPLED, "too long: lower it", "INVALID_ARGUMENT"),
     ],
 )
-def test_an_error_keeps_its_code(options: dict[str, Any], words: str, code: str) -> None:
+def test_an_error_keeps_its_code(options, words, code):
     async def check(model: HostedModel) -> None:
         with pytest.raises(InferError) as caught:
             async for _ in model.infer(InferRequest({"ids": IDS})):
@@ -142,7 +142,7 @@ def test_an_error_keeps_its_code(options: dict[str, Any], words: str, code: str)
     with_model(FakeTriton({}, refuse(words)), check, **options)
 
 
-def test_a_server_that_is_gone_is_unavailable_and_not_named() -> None:
+def test_a_server_that_is_gone_is_unavailable_and_not_named():
     async def main() -> None:
         server = TritonConnection("unix:/tmp/slipway-sockets-none/grpc:8001")
         config = config_of()
@@ -156,7 +156,7 @@ def test_a_server_that_is_gone_is_unavailable_and_not_named() -> None:
     asyncio.run(main())
 
 
-def test_the_latest_version_answers_where_none_is_named() -> None:
+def test_the_latest_version_answers_where_none_is_named():
     async def main() -> None:
         server = TritonConnection("127.0.0.1:9")
         configs = {("m", each): config_of() for each in ("2", "10")}
@@ -168,12 +168,12 @@ def test_the_latest_version_answers_where_none_is_named() -> None:
     asyncio.run(main())
 
 
-def test_error_of_a_stream_begins_with_its_code() -> None:
+def test_error_of_a_stream_begins_with_its_code():
     assert stream_error("INTERNAL: a fault").grpc_code == "INTERNAL"
     assert stream_error("a: b").grpc_code == "INVALID_ARGUMENT"
 
 
-def test_streams_are_cancelled_in_order_with_pauses() -> None:
+def test_streams_are_cancelled_in_order_with_pauses():
     class Stream:
         cancelled_at: float | None = None
 

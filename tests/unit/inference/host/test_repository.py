@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from export_scripts.triton.model_config import parse_config
 from inference.front.workers import Workers
 from inference.host.hosted import weights_of
@@ -11,7 +9,7 @@ from inference.host.models import HostedModel
 from inference.host.repository import Repository
 
 
-def test_what_a_configuration_leaves_out_is_as_in_tritonserver(tmp_path: Path) -> None:
+def test_what_a_configuration_leaves_out_is_as_in_tritonserver(tmp_path):
     (tmp_path / "m" / "1").mkdir(parents=True)
     text = 'backend: "fastertransformer" input { dims: 1 } sequence_batching { direct {} }'
     (tmp_path / "m" / "config.pbtxt").write_text(text)
@@ -21,7 +19,7 @@ def test_what_a_configuration_leaves_out_is_as_in_tritonserver(tmp_path: Path) -
     assert config.sequence_batching.max_sequence_idle_microseconds == 1_000_000
 
 
-def test_weights_are_where_the_engine_finds_them(tmp_path: Path) -> None:
+def test_weights_are_where_the_engine_finds_them(tmp_path):
     values = {"tensor_para_size": 1, "pipeline_para_size": 1, "data_type": "fp32"}
     values |= {"model_type": "GPT"}
     texts = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,7 @@ def text(value: str = "a", **more: Any) -> dict[str, Any]:
     return {"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": [value], **more}
 
 
-def test_texts_and_halves_keep_their_bytes() -> None:
+def test_texts_and_halves_keep_their_bytes():
     texts = np.array([[b"", b"\xff\0"], [b"abc", "\xe9".encode()]], object)
     assert (array_of(raw_of(texts), "BYTES", [2, 2], name="x") == texts).all()
     halves = array_of(np.array([0x3F80, 0xC000], np.uint16).tobytes(), "BF16", [2], name="x")
@@ -92,18 +91,18 @@ def test_texts_and_halves_keep_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\5\0\0\0ab", b"\1\0\0\0ab", b"\xff\xff\xff\xffab"])
-def test_bytes_that_are_not_the_texts_of_a_shape_are_refused(raw: bytes) -> None:
+def test_bytes_that_are_not_the_texts_of_a_shape_are_refused(raw):
     with pytest.raises(InferError, match="input x has"):
         array_of(raw, "BYTES", [1], name="x")
 
 
-def test_an_output_of_a_wrong_size_is_the_fault_of_the_server() -> None:
+def test_an_output_of_a_wrong_size_is_the_fault_of_the_server():
     with pytest.raises(InferError, match="output byte size mismatch for output x") as caught:
         array_of(b"1", "UINT32", [1], name="x", kind="output")
     assert caught.value.grpc_code == "INTERNAL"
 
 
-def test_json_and_bytes_make_one_request(model: Echo) -> None:
+def test_json_and_bytes_make_one_request(model):
     ids = {"name": "ids", "datatype": "UINT32", "shape": [1, 3]}
     plain = read(model, {"inputs": [text(), {**ids, "data": [[1, 2, 3]]}]})
     binary = {**ids, "parameters": {"binary_data_size": 12}}
@@ -131,9 +130,7 @@ def test_json_and_bytes_make_one_request(model: Echo) -> None:
         (lambda body: body.update(inputs=[]), "lacks 'text'"),
     ],
 )
-def test_a_request_that_does_not_fit_is_refused(
-    model: Echo, change: Callable[[dict[str, Any]], object], said: str
-) -> None:
+def test_a_request_that_does_not_fit_is_refused(model, change, said):
     body: dict[str, Any] = {"inputs": [text()]}
     change(body)
     with pytest.raises(RejectedError, match=said):
@@ -141,7 +138,7 @@ def test_a_request_that_does_not_fit_is_refused(
     assert model.statistics.pending == 0
 
 
-def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
+def test_values_by_name_fill_the_last_free_axis(model):
     body = json.dumps({"text": "a", "ids": [1, 2, 3], "flat": 7, "id": "5", "stream": True})
     sent = read_generate(body.encode(), model.forms)
     request = with_bytes(model, sent, (), mine)
@@ -154,7 +151,7 @@ def test_values_by_name_fill_the_last_free_axis(model: Echo) -> None:
     assert answer == {"model_name": "m", "model_version": "1", "id": "5", "y": "b"}
 
 
-def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model: Echo) -> None:
+def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model):
     for body in ({"text": "a", "txet": 1}, {"text": "a", "parameters": {"txet": 1}}):
         sent = read_generate(json.dumps(body).encode(), model.forms)
         model.takes_parameters = False
@@ -165,7 +162,7 @@ def test_a_name_that_is_not_an_input_reaches_models_of_others_alone(model: Echo)
         assert with_bytes(model, sent, (), mine).parameters == {"txet": 1}
 
 
-def test_a_session_is_the_same_for_generate_and_infer(model: Echo) -> None:
+def test_a_session_is_the_same_for_generate_and_infer(model):
     named = {"sequence_id": 7, "sequence_start": True}
     sent = read_generate(json.dumps({"text": "a", **named}).encode(), model.forms)
     turn = with_bytes(model, sent, (), mine).turn
@@ -173,7 +170,7 @@ def test_a_session_is_the_same_for_generate_and_infer(model: Echo) -> None:
     assert turn == SessionTurn(mine().inside(7), starts=True)
 
 
-def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
+def test_outputs_are_sent_as_they_are_asked_for(model):
     for asked, expected in ((False, b""), (True, b"\1\0\0\0b")):
         body = {"inputs": [text()], "parameters": {"binary_data_output": asked}}
         data = json.dumps(body).encode()
@@ -185,7 +182,7 @@ def test_outputs_are_sent_as_they_are_asked_for(model: Echo) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1023, 1024, 1025, 3000])
-def test_elements_are_written_in_pieces_as_at_once(model: Echo, count: int) -> None:
+def test_elements_are_written_in_pieces_as_at_once(model, count):
     values = np.arange(count, dtype=np.float32) / 3
     answer, raw = json_answer(model, read_infer(b"{}", 2), {"y": values.reshape(1, -1)})
     assert not raw
@@ -196,7 +193,7 @@ def test_elements_are_written_in_pieces_as_at_once(model: Echo, count: int) -> N
     assert row == (values.tolist() if count != 1 else values[0])
 
 
-def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
+def test_requests_are_counted_as_triton_counts_them(model):
     ask(model, read(model, {"inputs": [text()]}))
     with pytest.raises(InferError):
         ask(model, InferRequest({}))
@@ -206,9 +203,7 @@ def test_requests_are_counted_as_triton_counts_them(model: Echo) -> None:
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_is_closed_early_is_cancelled_unless_it_is_answered(
-    is_answered: bool, model: Echo
-) -> None:
+def test_a_request_that_is_closed_early_is_cancelled_unless_it_is_answered(is_answered, model):
     async def main() -> None:
         request = InferRequest({"text": np.array([[b"a"]], object)}, is_answered=is_answered)
         async with contextlib.aclosing(model.infer(request)) as responses:
@@ -219,7 +214,7 @@ def test_a_request_that_is_closed_early_is_cancelled_unless_it_is_answered(
     assert counts == ((0, 1) if is_answered else (1, 0))
 
 
-def test_a_histogram_counts_what_is_up_to_each_bound() -> None:
+def test_a_histogram_counts_what_is_up_to_each_bound():
     row = next(each for each in METRICS if each.name == "slipway_request_queue_seconds")
     metric = ModelMetric(row, {"model": 'a"b'})
     for value in (0.005, 0.5, 500):
@@ -230,7 +225,7 @@ def test_a_histogram_counts_what_is_up_to_each_bound() -> None:
     assert {'0.005"} 1', '0.25"} 1', '0.5"} 2', '120"} 2', '+Inf"} 3'} <= found
 
 
-def test_a_canary_that_a_busy_model_refuses_is_no_failure() -> None:
+def test_a_canary_that_a_busy_model_refuses_is_no_failure():
     class Busy(Echo):
         async def _answer(self, _: InferRequest) -> Responses:
             raise InferError("busy", "UNAVAILABLE")
@@ -244,7 +239,7 @@ def test_a_canary_that_a_busy_model_refuses_is_no_failure() -> None:
         assert model.statistics.failures["REJECTED"] == failures
 
 
-def test_a_fault_of_a_model_is_no_cancellation() -> None:
+def test_a_fault_of_a_model_is_no_cancellation():
     class Faulty(Echo):
         async def _answer(self, _: InferRequest) -> Responses:
             raise KeyError("a fault")
@@ -256,7 +251,7 @@ def test_a_fault_of_a_model_is_no_cancellation() -> None:
     assert {reason for reason, count in model.statistics.failures.items() if count} == {"OTHER"}
 
 
-def test_a_session_that_never_started_is_not_open() -> None:
+def test_a_session_that_never_started_is_not_open():
     sessions = OpenSessions(60)
     sessions.take(SessionTurn(5), lambda: None)
     assert sessions.count() == 0
@@ -265,7 +260,7 @@ def test_a_session_that_never_started_is_not_open() -> None:
     assert sessions.count() == 1
 
 
-def test_a_session_whose_start_is_refused_is_not_open() -> None:
+def test_a_session_whose_start_is_refused_is_not_open():
     class Refusing(Echo):
         refuses = False
 
@@ -304,28 +299,26 @@ def sent_message(datatype: str, **contents: Any) -> bytes:
         ("UINT32", {"fp32_contents": [1.0]}),
     ],
 )
-def test_contents_that_a_type_cannot_hold_are_refused(
-    datatype: str, contents: dict[str, Any]
-) -> None:
+def test_contents_that_a_type_cannot_hold_are_refused(datatype, contents):
     data = sent_message(datatype, **contents)
     with pytest.raises(RejectedError, match=datatype):
         read_message(data, len(data))
 
 
-def test_contents_of_two_types_are_refused() -> None:
+def test_contents_of_two_types_are_refused():
     data = sent_message("UINT32", uint_contents=[1], fp32_contents=[2.0])
     with pytest.raises(RejectedError, match="uint_contents and fp32_contents"):
         read_message(data, len(data))
 
 
-def test_a_number_that_no_float_holds_is_refused() -> None:
+def test_a_number_that_no_float_holds_is_refused():
     entry = {"name": "x", "datatype": "FP32", "shape": [1], "data": [10**400]}
     data = json.dumps({"inputs": [entry]}).encode()
     with pytest.raises(RejectedError, match="FP32"):
         read_infer(data, len(data))
 
 
-def test_parameters_of_strangers_keep_their_sign() -> None:
+def test_parameters_of_strangers_keep_their_sign():
     message = service_pb2.ModelInferRequest(model_name="m")
     for name in ("own", "sequence_id"):
         message.parameters[name].int64_param = -1

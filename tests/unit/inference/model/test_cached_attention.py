@@ -11,7 +11,7 @@ from inference.model.step import AttentionRules, Segment
 H, K, D, LENGTH, SLOTS = 4, 2, 16, 6, 3
 
 
-def test_single_bf16_queries_lose_no_more_than_the_rounding_of_their_result() -> None:
+def test_single_bf16_queries_lose_no_more_than_the_rounding_of_their_result():
     generator = torch.Generator().manual_seed(0)
     shape = CacheShape(num_layer=1, slots=SLOTS, kv_head_num=K, max_len=8, size_per_head=D)
     cache = KVCache(shape, dtype=torch.bfloat16, device=torch.device("cpu"))

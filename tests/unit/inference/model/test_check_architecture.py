@@ -23,13 +23,13 @@ SIZES: dict[str, Any] = {
         ({"has_input_norms": False}, "has_input_norms or has_output_norms must be set"),
     ],
 )
-def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
+def test_each_problem_is_named(choices, problem):
     check_architecture(DecoderArchitecture(**SIZES), tp_size=2)
     with pytest.raises(ValueError, match=problem):
         check_architecture(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
 
 
-def test_all_problems_are_named_at_once() -> None:
+def test_all_problems_are_named_at_once():
     choices = {"has_input_norms": False, "norm_before": False, "inter_size": 55}
     with pytest.raises(
         ValueError, match=r"(?s)inter_size.*has_input_norms: supported.*must be set"

@@ -42,9 +42,7 @@ def kv_cache() -> KVCache:
     ],
     ids=["plain", "scaled", "window", "window elsewhere"],
 )
-def test_prompts_see_their_own_tokens_and_single_tokens_stay(
-    rules: AttentionRules, kv_cache: KVCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_see_their_own_tokens_and_single_tokens_stay(rules, kv_cache, monkeypatch):
     monkeypatch.setattr(flash_attention, "_forward_pass", lambda _: forward)
     sent = [torch.tensor(each, dtype=torch.int32) for each in flash_attention.spans(SEGMENTS)]
     prompts = flash_attention.Prompts(kv_cache, 7, *sent)
@@ -86,12 +84,12 @@ def test_prompts_see_their_own_tokens_and_single_tokens_stay(
     ],
 )
 def test_only_what_the_library_can_do_goes_there(
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    size: int,
-    served: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    rules,
+    dtype,
+    size,
+    served,
+    monkeypatch,
+):
     shape = CacheShape(1, 1, 2, 4, size, block_tokens=4, blocks=1)
     cache = KVCache(shape, dtype=dtype, device=torch.device("cpu"))
     assert not flash_attention.serves(rules, cache, longest=2000)  # a CPU
@@ -113,12 +111,12 @@ def test_only_what_the_library_can_do_goes_there(
     ids=["there", "absent", "broken", "another release"],
 )
 def test_the_log_says_whether_the_library_is_used(
-    release: str | None,
-    error: Exception | None,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    release,
+    error,
+    said,
+    monkeypatch,
+    caplog,
+):
     def load(name: str) -> object:
         assert name == "flash_attn.cute.interface"
         if error is not None:
@@ -140,6 +138,6 @@ def test_the_log_says_whether_the_library_is_used(
     assert bool(said) == bool(caplog.text)
 
 
-def test_the_extra_installs_the_release_that_is_known() -> None:
+def test_the_extra_installs_the_release_that_is_known():
     project = Path(flash_attention.__file__).parents[3] / "pyproject.toml"
     assert f'flash = ["flash-attn-4=={RELEASE};' in project.read_text()

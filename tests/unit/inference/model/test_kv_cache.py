@@ -25,7 +25,7 @@ def write(cache: KVCache, layer: int, places: list[tuple[int, int]]) -> torch.Te
     return values
 
 
-def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
+def test_tokens_are_read_where_they_were_written(cache):
     values = write(cache, 1, [(1, 0), (1, 1), (2, 0), (2, 1)])
     keys, numbers = cache.reader(1, 2, 2)(1)
     assert keys.shape == (2, 3, 2, 6)
@@ -34,7 +34,7 @@ def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
     assert not cache.reader(0, 4, 10)(0)[0].any()
 
 
-def test_slots_can_swap(cache: KVCache) -> None:
+def test_slots_can_swap(cache):
     write(cache, 0, [(slot, position) for slot in range(4) for position in range(5)])
     before = cache.reader(0, 4, 5)(0)[0].clone()
     cache.update([(0, 3, 2, 5), (3, 0, 2, 5)])
@@ -45,7 +45,7 @@ def test_slots_can_swap(cache: KVCache) -> None:
     assert after[1:3].equal(before[1:3])
 
 
-def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
+def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache):
     write(cache, 0, [(slot, position) for slot in range(4) for position in range(8)])
     before = cache.reader(0, 4, 10)(0)[0].clone()
     cache.update([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
@@ -57,7 +57,7 @@ def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) 
     assert after[3].equal(before[3])
 
 
-def test_wiped_tokens_are_zero(cache: KVCache) -> None:
+def test_wiped_tokens_are_zero(cache):
     write(cache, 0, [(2, position) for position in range(4)])
     cache.update([(WIPE, 2, 0, 3)])
     keys = cache.reader(2, 1, 4)(0)[0]
@@ -65,13 +65,13 @@ def test_wiped_tokens_are_zero(cache: KVCache) -> None:
     assert keys[:, :, 3].any()
 
 
-def test_size_counts_keys_and_values_of_every_layer() -> None:
+def test_size_counts_keys_and_values_of_every_layer():
     assert SHAPE.token_bytes(4) == 2 * 2 * 3 * 6 * 4
     assert replace(SHAPE, fp8=True).token_bytes(4) == 2 * 2 * 3 * (6 + 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_in_fp8_err_by_a_sixteenth_whatever_their_size(dtype: torch.dtype) -> None:
+def test_rows_in_fp8_err_by_a_sixteenth_whatever_their_size(dtype):
     cache = KVCache(replace(SHAPE, fp8=True), dtype=dtype, device=torch.device("cpu"))
     sizes = torch.logspace(-9, 4, 2 * 2 * 3).view(2, 2, 3, 1)
     values = (torch.randn(2, 2, 3, 6) * sizes).to(dtype)
@@ -89,7 +89,7 @@ def test_rows_in_fp8_err_by_a_sixteenth_whatever_their_size(dtype: torch.dtype) 
     assert (found.float() != values.float()).any()
 
 
-def test_what_is_read_of_every_layer_is_the_cache_itself(cache: KVCache) -> None:
+def test_what_is_read_of_every_layer_is_the_cache_itself(cache):
     read = cache.reader(1, 2, 5)
     new = write(cache, 1, [(1, 4), (2, 4)]).view(2, 2, 3, 6)
     keys, values = read(1)
@@ -98,7 +98,7 @@ def test_what_is_read_of_every_layer_is_the_cache_itself(cache: KVCache) -> None
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_blocks_are_updated_as_whole_sequences_are(fp8: bool) -> None:
+def test_blocks_are_updated_as_whole_sequences_are(fp8):
     """The same tokens, moves and new blocks, in blocks of three tokens and of a sequence."""
     device, prefix = torch.device("cpu"), torch.randn(2, 2, 3, 4, 6)
     shape = replace(SHAPE, block_tokens=3, blocks=2 * 4 * 4)
@@ -124,7 +124,7 @@ def test_blocks_are_updated_as_whole_sequences_are(fp8: bool) -> None:
                 assert ours.equal(theirs)
 
 
-def test_a_new_sequence_reads_no_block_of_an_earlier_one() -> None:
+def test_a_new_sequence_reads_no_block_of_an_earlier_one():
     shape = CacheShape(
         num_layer=1, slots=2, kv_head_num=1, max_len=8, size_per_head=2, block_tokens=2, blocks=6
     )

@@ -32,7 +32,7 @@ def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> t
 
 
 @pytest.mark.parametrize("spoilt", range(3))
-def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(spoilt):
     rows = ragged_rows([2, 3, 5], CPU)
     parts = states(10)
     expected = attend_alone(parts, rows, 0.5)
@@ -46,7 +46,7 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
+def test_each_token_sees_its_own_row_alone(lengths):
     rows, parts, width = ragged_rows(lengths, CPU), states(sum(lengths)), max(lengths)
     expected = attend_alone(parts, rows, 0.5)
     attentions = torch.zeros(len(lengths), 2, 3, width, width)

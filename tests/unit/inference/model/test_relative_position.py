@@ -27,9 +27,7 @@ def theirs(table: torch.Tensor, *, max_distance: int, bidirectional: bool) -> to
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets", [8, 32])
 @pytest.mark.parametrize("max_distance", [20, 64, 128, 256])
-def test_the_bias_is_that_of_transformers(
-    buckets: int, max_distance: int, bidirectional: bool
-) -> None:
+def test_the_bias_is_that_of_transformers(buckets, max_distance, bidirectional):
     table = torch.randn(HEADS, buckets)
     found = distance_bias(table, max_distance=max_distance, bidirectional=bidirectional)
     expected = theirs(table, max_distance=max_distance, bidirectional=bidirectional)

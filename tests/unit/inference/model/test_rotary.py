@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -38,7 +36,7 @@ def table(rotary: Rotary, *, interleaved: bool = False) -> RotaryTable:
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 4, "truncate": True}),
     ],
 )
-def test_angles_equal_the_library(kind: str | None, scaling: dict[str, Any]) -> None:
+def test_angles_equal_the_library(kind, scaling):
     llama = pytest.importorskip("transformers.models.llama")
     config = llama.LlamaConfig(
         hidden_size=64,
@@ -55,7 +53,7 @@ def test_angles_equal_the_library(kind: str | None, scaling: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("length", [128, 129])
-def test_longrope_has_other_factors_beyond_the_original_length(length: int) -> None:
+def test_longrope_has_other_factors_beyond_the_original_length(length):
     phi3 = pytest.importorskip("transformers.models.phi3")
     short, long = ([base + n / 8 for n in range(8)] for base in (1.0, 3.0))
     given = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": 128}
@@ -80,7 +78,7 @@ def test_longrope_has_other_factors_beyond_the_original_length(length: int) -> N
     torch.testing.assert_close(angles.sin[:, 0], sin[0])
 
 
-def test_layers_without_longrope_pass_over_the_shift_of_those_with_it() -> None:
+def test_layers_without_longrope_pass_over_the_shift_of_those_with_it():
     scaling = {"original_max_position_embeddings": 4}
     shift = position_shift(Rotary(dims=16, kind="longrope", scaling=scaling), 5)
     plain = table(Rotary(dims=16))

@@ -39,7 +39,7 @@ def spans(attention: GroupedAttention) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def test_decoding_slots_side_by_side_share_one_call() -> None:
+def test_decoding_slots_side_by_side_share_one_call():
     attention = attention_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
     assert spans(attention) == [(0, 4, 1, 16)]
     assert attention.places.tolist() == [12, 13, 14, 15]
@@ -48,22 +48,22 @@ def test_decoding_slots_side_by_side_share_one_call() -> None:
     assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
 
 
-def test_slots_of_one_length_need_no_bias() -> None:
+def test_slots_of_one_length_need_no_bias():
     (group,) = attention_of([Segment(slot, 7, 1) for slot in range(3)]).groups
     assert group.masks == {None: AttentionMask(None, causal=False)}
 
 
-def test_a_gap_or_a_prompt_begins_another_group() -> None:
+def test_a_gap_or_a_prompt_begins_another_group():
     segments = [Segment(0, 5, 1), Segment(2, 5, 1), Segment(3, 0, 4), Segment(4, 6, 1)]
     assert spans(attention_of(segments)) == [(0, 1, 1, 6), (1, 1, 1, 6), (2, 1, 4, 4), (6, 1, 1, 7)]
 
 
-def test_very_unequal_lengths_are_not_padded() -> None:
+def test_very_unequal_lengths_are_not_padded():
     segments = [Segment(0, 10, 1), Segment(1, 1500, 1), Segment(2, 1400, 1)]
     assert spans(attention_of(segments)) == [(0, 1, 1, 11), (1, 2, 1, 1501)]
 
 
-def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
+def test_layers_with_and_without_a_window_have_masks_of_their_own():
     rules = AttentionRules(sliding_window=3, sliding_layers=(True, False))
     assert [rules.window(layer) for layer in range(2)] == [3, None]
     (short,) = attention_of([Segment(0, 2, 1)], rules).groups
@@ -82,7 +82,7 @@ def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not has_library(), reason="not compiled when the project was installed")
-def test_the_library_sees_the_tokens_that_masks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_sees_the_tokens_that_masks_leave(monkeypatch):
     rules = AttentionRules(sliding_window=9, sliding_layers=(True, False))
     segments = [Segment(1, 3, 1), Segment(2, 12, 1), Segment(4, 6, 3), Segment(5, 30, 1)]
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def test_the_library_sees_the_tokens_that_masks_leave(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("heads", [4, 6, 8, 12])
-def test_slopes_are_those_of_the_library(heads: int) -> None:
+def test_slopes_are_those_of_the_library(heads):
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mask = torch.ones(1, 2)
     expected = bloom.build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]

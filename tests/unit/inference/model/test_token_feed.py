@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from inference.model.token_feed import (
 CPU = torch.device("cpu")
 
 
-def test_the_choice_equals_the_selection() -> None:
+def test_the_choice_equals_the_selection():
     logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = torch.nan
     selected = select(logits[:, :64], width=1, with_norm=False)
@@ -39,12 +38,12 @@ def test_the_choice_equals_the_selection() -> None:
     assert ids.tolist() == [chosen[0, 1], 7]
 
 
-def test_the_memory_of_marks_is_what_the_plan_of_memory_counts() -> None:
+def test_the_memory_of_marks_is_what_the_plan_of_memory_counts():
     feed = TokenFeed(5, CPU, vocab=range(64))
     assert feed._seen.nbytes + feed._bias.nbytes == marks_bytes(5, 64)
 
 
-def test_a_forbidden_token_is_replaced_by_the_next_best() -> None:
+def test_a_forbidden_token_is_replaced_by_the_next_best():
     logits = torch.arange(8.0).repeat(2, 1)
     feed = TokenFeed(2, CPU, vocab=range(8))
     chosen = feed.choose(logits, torch.tensor([0, 1]), torch.tensor([7, -1]))
@@ -52,7 +51,7 @@ def test_a_forbidden_token_is_replaced_by_the_next_best() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 5, 3])  # of a slice; some of the 4 ranks hold no ids
-def test_ranks_that_share_the_vocabulary_choose_what_one_would(width: int) -> None:
+def test_ranks_that_share_the_vocabulary_choose_what_one_would(width):
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
     logits[1, [2, 6]] = 9.0  # a tie: the lower id
     logits[2, 7] = torch.nan
@@ -91,7 +90,7 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_would(width: int) -> No
     {"min_p": 0.1},
     {"beam_width": 2},
 ], ids=str)  # fmt: skip
-def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[str, Any]) -> None:
+def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed):
     sampler = Sampler(60)
     plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
     for options, expected in (plain, True), ({**plain, **changed}, False):
@@ -102,7 +101,7 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
 MARKS = TokenMarks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))
 
 
-def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
+def test_rows_without_marks_do_not_see_those_of_an_earlier_row():
     feed = TokenFeed(2, CPU, vocab=range(8))
     for slot in range(2):
         feed.mark(slot, *MARKS)
@@ -117,7 +116,7 @@ def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> None:
+def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad):
     logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
     logits[2] = bad
     draws = torch.tensor([[1, 0, 0.9, 0, 0, 0.5], [1, 5, 0.9, 0, 0, 0.5]]).repeat(2, 1)
@@ -130,7 +129,7 @@ def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> Non
 
 
 @pytest.mark.parametrize("width", [64, 24])  # of a slice; the last one ends beyond the vocabulary
-def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None:
+def test_ranks_that_share_the_vocabulary_draw_what_one_would(width):
     logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(2))
     slots, forbidden = torch.arange(5), torch.tensor([-1, 3, -1, 60, 7])
     draws = torch.tensor([[0.7, 0, 0.9, 0, 0, 0.3]] * 5)

@@ -29,7 +29,7 @@ def open_weights(ft_dir: Path, matrix_dtype: torch.dtype | None) -> RankWeights:
     )
 
 
-def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
+def test_only_matrices_take_the_type_they_are_kept_in(tmp_path):
     weights = open_weights(write_gpt(tmp_path), torch.float16)
     layer = "model.layers.0."
     matrix = weights.matrix(layer + "attention.query_key_value.weight")
@@ -41,14 +41,14 @@ def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
     assert weights.rows("model.wte", range(3, 9)).dtype == torch.float32
 
 
-def test_a_table_that_is_embedding_and_head_is_held_once(tmp_path: Path) -> None:
+def test_a_table_that_is_embedding_and_head_is_held_once(tmp_path):
     weights = open_weights(write_gpt(tmp_path), None)
     table = weights.rows("model.wte", range(3, 9))
     assert weights.rows("model.wte", range(3, 9), is_matrix=True).data_ptr() == table.data_ptr()
     assert weights.rows("model.wte", range(9)).data_ptr() != table.data_ptr()
 
 
-def test_a_scale_that_is_not_finite_is_reported_once(tmp_path: Path) -> None:
+def test_a_scale_that_is_not_finite_is_reported_once(tmp_path):
     ft_dir = write_gpt(tmp_path)
     norm = "model.layers.0.input_layernorm"
     np.full(24, np.nan, np.float32).tofile(ft_dir / f"{norm}.weight.bin")

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import Epilogue, GemmActivation
+from inference.parallel.epilogue import Epilogue
 from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import Int8Gemm, quantise
 
@@ -32,9 +32,7 @@ def operands(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor,
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_with_bias_and_activation(
-    dtype: torch.dtype, rows: int, activation: GemmActivation | None
-) -> None:
+def test_product_with_bias_and_activation(dtype, rows, activation):
     x, weight, bias = operands(rows, dtype)
     expected = ACTIVATIONS[activation](x.double() @ weight.double() + bias.double())
     y = make_gemm(weight, bias, activation=activation)(x)
@@ -44,7 +42,7 @@ def test_product_with_bias_and_activation(
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * 10)
 
 
-def test_residual_is_added_once() -> None:
+def test_residual_is_added_once():
     x, weight, bias = operands(5, torch.float32)
     residual = torch.full((5, 56), 3.0)
     y = make_gemm(weight, bias)(x, residual)
@@ -52,13 +50,13 @@ def test_residual_is_added_once() -> None:
     assert residual.eq(3).all()
 
 
-def test_transposed_weight_gives_the_same_product() -> None:
+def test_transposed_weight_gives_the_same_product():
     x, weight, _ = operands(3, torch.float32)
     assert make_gemm(weight.t().contiguous().t())(x).equal(make_gemm(weight)(x))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40])
-def test_weights_of_half_precision_multiply_rows_of_single(rows: int) -> None:
+def test_weights_of_half_precision_multiply_rows_of_single(rows):
     x, weight, bias = operands(rows, torch.float32)
     half, residual = weight.half(), torch.full((rows, 56), 3.0)
     y = make_gemm(half, bias)(x, residual)
@@ -75,7 +73,7 @@ INT8_GEMMS = [
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 8, 14, 31, 50, 121])
 @pytest.mark.parametrize("half", [False, True])
-def test_row_does_not_depend_on_how_many_there_are(rows: int, half: bool) -> None:
+def test_row_does_not_depend_on_how_many_there_are(rows, half):
     x, weight, bias = operands(150, torch.float32)
     gemm = make_gemm(weight.half() if half else weight, bias)
     assert gemm(x[:rows]).equal(gemm(x)[:rows])
@@ -83,9 +81,7 @@ def test_row_does_not_depend_on_how_many_there_are(rows: int, half: bool) -> Non
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 8])
 @pytest.mark.parametrize("kind", INT8_GEMMS[:-1])
-def test_row_of_eight_bits_does_not_depend_on_the_others(
-    kind: type[gemm_cpu.FbgemmInt8Gemm], rows: int
-) -> None:
+def test_row_of_eight_bits_does_not_depend_on_the_others(kind, rows):
     x, weight, bias = operands(8, torch.float32)
     others = x.clone()
     others[rows:] *= 1000
@@ -96,9 +92,7 @@ def test_row_of_eight_bits_does_not_depend_on_the_others(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 17, 100])
 @pytest.mark.parametrize("kind", INT8_GEMMS)
-def test_eight_bit_product_is_that_of_the_rounded_weights(
-    kind: type[Int8Gemm], rows: int, dtype: torch.dtype
-) -> None:
+def test_eight_bit_product_is_that_of_the_rounded_weights(kind, rows, dtype):
     x, weight, bias = operands(rows, dtype)
     x[0] *= 100  # rows of other sizes do not matter
     numbers, scale = quantise(weight)
@@ -116,8 +110,8 @@ def test_eight_bit_product_is_that_of_the_rounded_weights(
 
 @pytest.mark.parametrize("kind", INT8_GEMMS)
 def test_eight_bit_product_of_nothing_is_the_bias_and_of_nan_not_finite(
-    kind: type[Int8Gemm],
-) -> None:
+    kind,
+):
     x, weight, bias = operands(3, torch.float32)
     x[0] = 0
     x[1, 5] = torch.nan
@@ -131,7 +125,7 @@ def test_eight_bit_product_of_nothing_is_the_bias_and_of_nan_not_finite(
 
 @pytest.mark.parametrize("inputs", [24, 64])
 @pytest.mark.parametrize("kind", INT8_GEMMS)
-def test_eight_bit_weights_lose_under_three_percent(kind: type[Int8Gemm], inputs: int) -> None:
+def test_eight_bit_weights_lose_under_three_percent(kind, inputs):
     # For normal values: 0.8% by the weights, as much by activations of 8 bits, twice that by 7.
     generator = torch.Generator().manual_seed(inputs)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((7, inputs), (inputs, 56)))
@@ -142,9 +136,7 @@ def test_eight_bit_weights_lose_under_three_percent(kind: type[Int8Gemm], inputs
 
 @pytest.mark.parametrize("kind", INT8_GEMMS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_wide_row_with_one_large_value_keeps_its_small_ones(
-    rows: int, kind: type[Int8Gemm]
-) -> None:
+def test_a_wide_row_with_one_large_value_keeps_its_small_ones(rows, kind):
     """A single digit of 8 bits would make all values but the largest one or two steps."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(4096, 32, generator=generator)
@@ -157,7 +149,7 @@ def test_a_wide_row_with_one_large_value_keeps_its_small_ones(
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_eight_bit_scale_is_the_largest_value_over_128() -> None:
+def test_eight_bit_scale_is_the_largest_value_over_128():
     weight = torch.tensor([[1.0, 0.0, -2.0], [-0.5, 0.0, 0.3]])
     numbers, scale = quantise(weight)
     torch.testing.assert_close(scale, torch.tensor([1 / 128, 0, 2 / 128]))

@@ -48,7 +48,7 @@ def on_ranks(
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1, 1000, 300_000])
-def test_sum_is_the_same_on_every_rank(memory: bool, dtype: torch.dtype, size: int) -> None:
+def test_sum_is_the_same_on_every_rank(memory, dtype, size):
     def work(groups: RankGroups) -> list[torch.Tensor]:
         values = torch.arange(size).remainder(17).to(dtype) * (groups.layout.rank + 1)
         return [groups.all_reduce(values.clone()) for _ in range(5)]
@@ -60,7 +60,7 @@ def test_sum_is_the_same_on_every_rank(memory: bool, dtype: torch.dtype, size: i
 
 @BOTH
 @pytest.mark.parametrize("length", [0, 4092, 4093, 800_000])
-def test_a_message_reaches_every_rank(memory: bool, length: int) -> None:
+def test_a_message_reaches_every_rank(memory, length):
     messages = [bytes(n % 251 for n in range(size)) for size in (length, 9, length + 1)]
 
     def work(groups: RankGroups) -> list[bytes]:
@@ -75,7 +75,7 @@ def test_a_message_reaches_every_rank(memory: bool, length: int) -> None:
 
 @BOTH
 @pytest.mark.parametrize("size", [5, 500_000])
-def test_stages_pass_on_and_the_last_answers(memory: bool, size: int) -> None:
+def test_stages_pass_on_and_the_last_answers(memory, size):
     def work(groups: RankGroups) -> list[torch.Tensor]:
         layout = groups.layout
         x = torch.full((1, size), float(layout.tp_rank + 1))
@@ -95,7 +95,7 @@ def test_stages_pass_on_and_the_last_answers(memory: bool, size: int) -> None:
 
 
 @BOTH
-def test_a_rank_that_does_not_come_ends_the_wait(memory: bool) -> None:
+def test_a_rank_that_does_not_come_ends_the_wait(memory):
     ended = threading.Event()
 
     def work(groups: RankGroups) -> None:
@@ -109,7 +109,7 @@ def test_a_rank_that_does_not_come_ends_the_wait(memory: bool) -> None:
     on_ranks(work, tp_size=2, memory=memory, timeout_s=2)
 
 
-def test_waits_can_be_aborted() -> None:
+def test_waits_can_be_aborted():
     def work(groups: RankGroups) -> None:
         if groups.layout.rank == 0:
             with ThreadPoolExecutor(1) as pool:
@@ -122,12 +122,12 @@ def test_waits_can_be_aborted() -> None:
     on_ranks(work, tp_size=2, memory=True)
 
 
-def test_no_file_is_left_in_memory() -> None:
+def test_no_file_is_left_in_memory():
     on_ranks(lambda groups: groups.barrier(), tp_size=2, pp_size=2, memory=True)
     assert list(Path("/dev/shm").glob(f"slipway-{os.getpid()}-*")) == []
 
 
-def test_no_file_is_left_in_memory_where_a_rank_does_not_join() -> None:
+def test_no_file_is_left_in_memory_where_a_rank_does_not_join():
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError):
@@ -135,15 +135,13 @@ def test_no_file_is_left_in_memory_where_a_rank_does_not_join() -> None:
     assert list(Path("/dev/shm").glob(f"slipway-{os.getpid()}-*")) == []
 
 
-def test_ranks_without_common_memory_use_gloo(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_without_common_memory_use_gloo(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path / "absent")
     sums = on_ranks(lambda groups: groups.all_reduce(torch.ones(4)), tp_size=2, memory=True)
     assert all(each.equal(torch.full((4,), 2.0)) for each in sums)
 
 
-def test_counting_words_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_words_wrap_around(monkeypatch):
     create = shared_memory._create
 
     def nearly_worn(size: int) -> IO[bytes] | None:

@@ -30,7 +30,7 @@ class Sum:
         return add_terms(self.total.clone(), bias=bias, residual=residual)
 
 
-def test_rows_sum_to_the_whole_with_one_bias() -> None:
+def test_rows_sum_to_the_whole_with_one_bias():
     x, weight, bias = torch.randn(5, 12), torch.randn(12, 8), torch.randn(8)
     residual, add = torch.randn(5, 8), Sum()
     for part, rows in zip(x.chunk(RANKS, 1), weight.chunk(RANKS), strict=True):
@@ -40,7 +40,7 @@ def test_rows_sum_to_the_whole_with_one_bias() -> None:
     torch.testing.assert_close(single, x @ weight + bias + residual)
 
 
-def test_tokens_are_found_on_the_rank_that_holds_them() -> None:
+def test_tokens_are_found_on_the_rank_that_holds_them():
     table, ids, add = torch.randn(7, 4), torch.tensor([6, 0, 3, 3, 5]), Sum()
     for first, stop in ((0, 3), (3, 6), (6, 7), (7, 7)):
         part = Embedding(table[first:stop], 7, torch.float32, first_row=first, reduce=add)
@@ -48,7 +48,7 @@ def test_tokens_are_found_on_the_rank_that_holds_them() -> None:
     assert rows.equal(table[ids])
 
 
-def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
+def test_logits_beyond_the_vocabulary_are_the_lowest_number():
     table, x = torch.randn(7, 4), torch.randn(2, 4)
     padded = torch.cat((table[4:], torch.zeros(2, 4)))
     heads = [

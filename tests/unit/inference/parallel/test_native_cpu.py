@@ -83,9 +83,7 @@ def assert_near(y: torch.Tensor, expected: torch.Tensor, tolerance: float) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19, 131])
-def test_rows_by_weights_of_bf16(
-    level: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
-) -> None:
+def test_rows_by_weights_of_bf16(level, rows, inputs, outputs, dtype):
     x, weight, bias, residual = operands(rows, inputs, outputs, dtype)
     y = NativeGemm(weight, Epilogue(bias), int8=False)(x, residual)
     assert y.dtype == dtype
@@ -95,9 +93,7 @@ def test_rows_by_weights_of_bf16(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 19, 131])
-def test_sums_of_eight_bits_are_exact(
-    level: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
-) -> None:
+def test_sums_of_eight_bits_are_exact(level, rows, inputs, outputs, dtype):
     x, weight, bias, residual = operands(rows, inputs, outputs, dtype)
     columns, scale = quantise(weight)
     steps = STEPS[level]
@@ -114,7 +110,7 @@ def test_sums_of_eight_bits_are_exact(
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("inputs", [99, 4096])
-def test_a_row_does_not_depend_on_the_others(level: str, inputs: int, int8: bool) -> None:
+def test_a_row_does_not_depend_on_the_others(level, inputs, int8):
     x, weight, bias, _ = operands(35, inputs, 77, torch.bfloat16)
     gemm = NativeGemm(weight, Epilogue(bias), int8=int8)
     whole = gemm(x)
@@ -127,9 +123,7 @@ def test_a_row_does_not_depend_on_the_others(level: str, inputs: int, int8: bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("int8", [False, True])
-def test_nothing_gives_the_bias_and_nan_is_not_lost(
-    level: str, int8: bool, dtype: torch.dtype
-) -> None:
+def test_nothing_gives_the_bias_and_nan_is_not_lost(level, int8, dtype):
     x, weight, bias, _ = operands(3, 24, 56, dtype)
     x[0] = 0
     x[1, 5] = torch.nan
@@ -143,9 +137,7 @@ def test_nothing_gives_the_bias_and_nan_is_not_lost(
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_activation_residual_and_gate(
-    level: str, int8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activation_residual_and_gate(level, int8, monkeypatch):
     monkeypatch.setattr(native_cpu, "multiplies_bf16", lambda: False)
     x, weight, bias, residual = operands(3, 24, 56, torch.float32)
     options = GemmOptions(int8=int8)
@@ -161,7 +153,7 @@ def test_activation_residual_and_gate(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 24, 3])
-def test_attention_of_single_tokens(level: str, size: int, dtype: torch.dtype) -> None:
+def test_attention_of_single_tokens(level, size, dtype):
     generator = torch.Generator().manual_seed(size)
     heads, key_heads, tokens = 6, 2, 37
     qkv = torch.randn(3, heads + 2 * key_heads, size, generator=generator).to(dtype)
@@ -178,7 +170,7 @@ def test_attention_of_single_tokens(level: str, size: int, dtype: torch.dtype) -
         assert_near(found[row].view(heads, size), expected, 1e-5)
 
 
-def test_attention_to_a_far_greater_score_and_to_nan(level: str) -> None:
+def test_attention_to_a_far_greater_score_and_to_nan(level):
     query, keys = torch.ones(1, 1, 8), torch.full((1, 1, 3, 8), -1000.0)
     keys[:, :, 1] = 1000
     values = torch.arange(24.0).view(1, 1, 3, 8)
@@ -191,7 +183,7 @@ def test_attention_to_a_far_greater_score_and_to_nan(level: str) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_of_rows(dtype: torch.dtype, kept: torch.dtype, rows: int) -> None:
+def test_norm_of_rows(dtype, kept, rows):
     x, _, weight, _ = operands(rows, 77, 77, dtype)
     x[0] = 0
     weight, wide = weight.to(kept), x.double()
@@ -201,9 +193,7 @@ def test_norm_of_rows(dtype: torch.dtype, kept: torch.dtype, rows: int) -> None:
     assert_near(found, expected, 1e-6)
 
 
-def test_where_the_library_is_missing_torch_multiplies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_library_is_missing_torch_multiplies(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(native_cpu, "LIBRARY", tmp_path / "rows.so")
     with caplog.at_level(logging.WARNING):
         assert not has_native(torch.int8, 8)
@@ -215,9 +205,7 @@ def test_where_the_library_is_missing_torch_multiplies(
     assert_near(gemm(x), x.double() @ weight.double() + bias.double(), 0.1)
 
 
-def test_a_library_of_another_source_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_of_another_source_is_not_taken(monkeypatch, tmp_path, caplog):
     for name in ("rows.c", "kernel.h"):
         shutil.copy(native_cpu._FOLDER / name, tmp_path)
     with (tmp_path / "kernel.h").open("a", encoding="utf-8") as file:
@@ -228,7 +216,7 @@ def test_a_library_of_another_source_is_not_taken(
 
 
 @pytest.mark.parametrize("wanted", ["AVX512", "sse", ""])
-def test_unknown_instructions_are_refused(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_instructions_are_refused(wanted, monkeypatch):
     monkeypatch.setenv(native_cpu.VARIABLE, wanted)
     with pytest.raises(
         ValueError, match=f"{native_cpu.VARIABLE}={wanted}: expected one of auto, none"
@@ -236,16 +224,14 @@ def test_unknown_instructions_are_refused(wanted: str, monkeypatch: pytest.Monke
         has_native(torch.int8, 8)
 
 
-def test_instructions_that_are_asked_for_are_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instructions_that_are_asked_for_are_not_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(native_cpu, "LIBRARY", tmp_path / "rows.so")
     monkeypatch.setenv(native_cpu.VARIABLE, LEVELS[0])
     with pytest.raises(ValueError, match=f"{native_cpu.VARIABLE}={LEVELS[0]}: "):
         has_native(torch.int8, 8)
 
 
-def test_none_asks_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_asks_for_torch(monkeypatch):
     assert has_native(torch.int8, 8)
     assert not has_native(torch.int8, 1 << 17)  # its sums may exceed 32 bits
     native_cpu._library.cache_clear()

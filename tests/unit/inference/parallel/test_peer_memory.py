@@ -16,9 +16,7 @@ RANKS = 3
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
-def test_all_ranks_do_without_where_one_has_no_memory(
-    failing: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_do_without_where_one_has_no_memory(failing, monkeypatch):
     class Memory:
         """Memory of as many bytes as the number of its rank."""
 

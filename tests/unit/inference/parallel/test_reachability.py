@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 from inference.parallel.reachability import check_reachable, listening_address
 
 
-def test_a_rank_that_cannot_be_reached_is_named() -> None:
+def test_a_rank_that_cannot_be_reached_is_named():
     store = HashStore()
     store.set("tried/1", json.dumps([None, "node2 cannot reach node3"]))
     with socket.socket() as deaf:  # it has a port, and does not listen
@@ -24,7 +24,7 @@ def test_a_rank_that_cannot_be_reached_is_named() -> None:
     assert f"port {closed}" in store.get("tried/0").decode()
 
 
-def test_the_interface_of_gloo_decides_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_of_gloo_decides_the_address(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert listening_address("10.0.0.7") == "10.0.0.7"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

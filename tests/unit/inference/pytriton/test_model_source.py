@@ -46,26 +46,24 @@ def prepared(source: Path, output_dir: Path, *, stored: str | None = None, **mor
         ),
     ],
 )
-def test_names_of_repositories(
-    text: str, repository: str, file: str | None, key: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_names_of_repositories(text, repository, file, key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = parse_model_name(text)
     assert (name.repository, name.file, name.key, name.path) == (repository, file, key, None)
 
 
-def test_a_path_is_served_under_the_name_of_its_last_part(source: Path) -> None:
+def test_a_path_is_served_under_the_name_of_its_last_part(source):
     assert parse_model_name(str(source)).key == "my_gpt_2"
     assert parse_model_name(f"{source}/").key == "my_gpt_2"
 
 
 @pytest.mark.parametrize("text", ["/no/such/folder", "./none", "a/b/c", "with blank"])
-def test_names_that_are_neither_path_nor_repository_are_refused(text: str) -> None:
+def test_names_that_are_neither_path_nor_repository_are_refused(text):
     with pytest.raises(ValueError, match=f"--hf-model-name={text}"):
         parse_model_name(text)
 
 
-def test_local_folder_is_converted_once(source: Path, tmp_path: Path) -> None:
+def test_local_folder_is_converted_once(source, tmp_path):
     ft_dir = prepared(source, tmp_path)
     assert ft_dir == tmp_path / "my_gpt_2" / "2-gpu"
     assert not validate_directory(ft_dir)
@@ -75,9 +73,7 @@ def test_local_folder_is_converted_once(source: Path, tmp_path: Path) -> None:
     assert (ft_dir / "config.ini").stat().st_mtime_ns == written
 
 
-def test_another_model_of_the_same_name_is_not_served_in_its_place(
-    source: Path, tmp_path: Path
-) -> None:
+def test_another_model_of_the_same_name_is_not_served_in_its_place(source, tmp_path):
     prepared(source, tmp_path)
     other = write_tiny_gpt2(tmp_path / "other" / "my-gpt.2", seed=1)
     with pytest.raises(ValueError, match=r"--output-dir: .*holds another conversion.*--overwrite"):
@@ -85,7 +81,7 @@ def test_another_model_of_the_same_name_is_not_served_in_its_place(
     prepared(other, tmp_path, overwrite=True)
 
 
-def test_converted_folder_is_used_as_it_is(source: Path, tmp_path: Path) -> None:
+def test_converted_folder_is_used_as_it_is(source, tmp_path):
     request = ConversionRequest(source, tmp_path, tp_size=2, weight_data_type="fp16")
     ft_dir = convert(request).ft_dir
     assert prepared(ft_dir, tmp_path / "unused") == ft_dir
@@ -95,9 +91,7 @@ def test_converted_folder_is_used_as_it_is(source: Path, tmp_path: Path) -> None
     assert "holds fp16 weights, not --weight-data-type=fp32" in str(caught.value)
 
 
-def test_sizes_that_do_not_divide_are_reported_in_the_words_of_the_command(
-    source: Path, tmp_path: Path
-) -> None:
+def test_sizes_that_do_not_divide_are_reported_in_the_words_of_the_command(source, tmp_path):
     with pytest.raises(ValueError, match="--tp=3"):
         prepared(source, tmp_path, tp_size=3)
     with pytest.raises(ValueError, match="--pp=3"):
@@ -131,9 +125,7 @@ except ValueError as error:
     )
 
 
-def test_a_download_takes_the_needed_files_and_is_found_again_offline(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_download_takes_the_needed_files_and_is_found_again_offline(source, tmp_path):
     (source / "tf_model.h5").write_bytes(b"of another library")
     with standing_in_for_the_hub({"someone/tiny": source}) as (endpoint, asked):
         done = run_download("someone/tiny", tmp_path, endpoint=endpoint)
@@ -151,9 +143,7 @@ def test_a_download_takes_the_needed_files_and_is_found_again_offline(
     assert done.stdout == "models/someone_tiny/1-gpu\n", done.stdout + done.stderr
 
 
-def test_a_repository_without_weights_is_refused_and_a_file_may_be_named(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_repository_without_weights_is_refused_and_a_file_may_be_named(source, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     for each in source.glob("*.json"):
@@ -168,16 +158,14 @@ def test_a_repository_without_weights_is_refused_and_a_file_may_be_named(
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_without_a_network_the_message_says_how_to_do_without(
-    tmp_path: Path, offline: bool
-) -> None:
+def test_without_a_network_the_message_says_how_to_do_without(tmp_path, offline):
     done = run_download("gpt2", tmp_path, endpoint=UNREACHABLE, offline=offline)
     assert "refused: --hf-model-name=gpt2 is not a local path" in done.stdout, done.stderr
     assert "models/gpt2/1-gpu does not exist" in done.stdout
     assert "give the path of a checkpoint instead" in done.stdout
 
 
-def test_a_repository_that_does_not_exist_is_reported(tmp_path: Path) -> None:
+def test_a_repository_that_does_not_exist_is_reported(tmp_path):
     with standing_in_for_the_hub({}) as (endpoint, _):
         done = run_download("nobody/nothing", tmp_path, endpoint=endpoint)
     assert "refused: --hf-model-name=nobody/nothing" in done.stdout, done.stderr

@@ -27,11 +27,11 @@ def started_by_mpirun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, 0), (2, 0)])
 def test_wrong_number_of_processes_is_reported_once(
-    started_by_mpirun: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    rank: int,
-    status: int,
-) -> None:
+    started_by_mpirun,
+    capsys,
+    rank,
+    status,
+):
     for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         started_by_mpirun.setenv(name, str(rank))
     assert main(["--tp", "2", "--pp", "2"]) == status
@@ -44,17 +44,13 @@ def test_wrong_number_of_processes_is_reported_once(
     assert len(said.splitlines()) == 1
 
 
-def test_sizes_below_one_are_refused(
-    started_by_mpirun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_below_one_are_refused(started_by_mpirun, capsys):
     started_by_mpirun.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert main(["--tp", "0"]) == 2
     assert "--tp=0 and --pp=1 must be at least 1" in capsys.readouterr().err
 
 
-def test_wrong_rendezvous_is_reported(
-    started_by_mpirun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_rendezvous_is_reported(started_by_mpirun, capsys):
     started_by_mpirun.setenv("OMPI_COMM_WORLD_RANK", "0")
     started_by_mpirun.setenv("MASTER_PORT", "99999")
     assert main(["--tp", "3"]) == 2
@@ -62,8 +58,8 @@ def test_wrong_rendezvous_is_reported(
 
 
 def test_batch_script_of_the_document_starts_the_server_with_options_it_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     text = (ROOT / "docs" / "pytriton.md").read_text()
     (script,) = re.findall(r"```bash\n(#!/usr/bin/env bash\n.*?)```", text, re.DOTALL)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)

@@ -18,9 +18,7 @@ from tests.rank_threads import logits_of, on_ranks
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["memory", "gloo"])
 @pytest.mark.parametrize("pp_size", [2, 4])
-def test_micro_batches_give_the_logits_of_one_stage(
-    pp_size: int, shared_memory: bool, tmp_path: Path
-) -> None:
+def test_micro_batches_give_the_logits_of_one_stage(pp_size, shared_memory, tmp_path):
     ft_dir = write_gpt(tmp_path, num_layer=4, max_pos_seq_len=700)
     prompt = [(7 * t + t // 50) % 50 for t in range(600)]
     whole = logits_of(ft_dir, prompt, tp_size=1, pp_size=1)
@@ -30,9 +28,7 @@ def test_micro_batches_give_the_logits_of_one_stage(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_last_layer_that_computes_wanted_rows_gives_their_logits(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_last_layer_that_computes_wanted_rows_gives_their_logits(name, tmp_path):
     ft_dir = write_random(*MODELS[name], tmp_path)
     prompt = [5, 3, 9, 1, 12, 7, 2, 4, 8]
 
@@ -61,7 +57,7 @@ def _widened(folder: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("prompt_len", [1, 40])
-def test_weights_in_fp16_lose_nothing_in_fp32(prompt_len: int, tmp_path: Path) -> None:
+def test_weights_in_fp16_lose_nothing_in_fp32(prompt_len, tmp_path):
     folder = write_gpt(tmp_path, weight_data_type="fp16", max_pos_seq_len=64)
     prompt = [(7 * t) % 50 for t in range(prompt_len)]
     in_half = logits_of(folder, prompt, tp_size=1, pp_size=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +23,13 @@ def settings(**values: Any) -> RankSettings:
 
 
 @pytest.mark.parametrize(("rank", "device_index", "expected"), [(3, None, 1), (3, 0, 0)])
-def test_the_ranks_of_a_node_take_a_gpu_each(
-    rank: int, device_index: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_a_node_take_a_gpu_each(rank, device_index, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     device = rank_device(settings(rank=rank, tp_size=4, device_index=device_index))
     assert device == torch.device("cuda", expected)
 
 
-def test_a_node_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"device=cuda, and .* has no visible GPU; check CUDA_VIS"):
         rank_device(settings(rank=0))
@@ -41,9 +38,7 @@ def test_a_node_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "is_refused"), [(None, True), ("3.3.1", True), ("3.4.0", False), ("3.10", False)]
 )
-def test_a_gpu_needs_the_triton_of_its_kernels(
-    version: str | None, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_needs_the_triton_of_its_kernels(version, is_refused, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     module = None if version is None else SimpleNamespace(__version__=version)
     monkeypatch.setitem(sys.modules, "triton", module)
@@ -71,7 +66,5 @@ BF16 = torch.bfloat16 if has_native(torch.bfloat16, 1) else None
         ("fp32", "fp16", "cuda", None),
     ],
 )
-def test_matrices_are_kept_in_half_where_the_cpu_widens_them(
-    data_type: str, stored: str, device: str, kept: torch.dtype | None
-) -> None:
+def test_matrices_are_kept_in_half_where_the_cpu_widens_them(data_type, stored, device, kept):
     assert matrix_dtype(data_type, stored, torch.device(device)) == kept

@@ -1,7 +1,5 @@
 """One rank's steps of an encoder-decoder: many tokens cut into micro-batches for the pipeline."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -22,9 +20,7 @@ ANSWERS = [[(7 * t + t // 40 + n) % 40 for t in range(count)] for n, count in en
 
 
 @pytest.mark.parametrize("pp_size", [2, 4])
-def test_micro_batches_read_the_encoder_output_of_their_sequences(
-    pp_size: int, tmp_path: Path
-) -> None:
+def test_micro_batches_read_the_encoder_output_of_their_sequences(pp_size, tmp_path):
     tensors = t5_tensors(MODEL)
     tasks = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
     files = tuple(write_ia3(tmp_path / f"{n}.nemo", task, MODEL) for n, task in enumerate(tasks))

@@ -28,7 +28,7 @@ def address(server: StoreServer) -> tuple[str, int]:
     return host, port
 
 
-def test_all_connections_see_the_same_values(server: StoreServer) -> None:
+def test_all_connections_see_the_same_values(server):
     one, other = (
         connect_store(*address(server), KEY, timeout_s=5),
         server.store(),
@@ -43,13 +43,13 @@ def test_all_connections_see_the_same_values(server: StoreServer) -> None:
     assert (one.num_keys(), one.delete_key("count"), other.num_keys()) == (2, True, 1)
 
 
-def test_a_wait_for_an_absent_value_ends(server: StoreServer) -> None:
+def test_a_wait_for_an_absent_value_ends(server):
     store = connect_store(*address(server), KEY, timeout_s=5)
     with pytest.raises(RuntimeError, match=r"no value of absent within 0\.1 s"):
         store.wait(["absent"], timedelta(seconds=0.1))
 
 
-def test_another_key_is_refused(server: StoreServer) -> None:
+def test_another_key_is_refused(server):
     with pytest.raises(KeyRefusedError):
         connect_store(*address(server), bytes(32), timeout_s=5)
 
@@ -65,9 +65,7 @@ def bytes_until_closed(connection: socket.socket) -> int:
     return 64
 
 
-def test_a_connection_that_proves_its_key_byte_by_byte_is_closed(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_proves_its_key_byte_by_byte_is_closed(server, monkeypatch):
     monkeypatch.setattr(keyed_store, "_HANDSHAKE_S", 0.5)
     with socket.create_connection(address(server)) as stranger:
         assert bytes_until_closed(stranger) < 60

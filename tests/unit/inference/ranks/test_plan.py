@@ -34,7 +34,7 @@ PLAN = StepPlan(
 )
 
 
-def test_plan_survives_packing() -> None:
+def test_plan_survives_packing():
     plan = unpack_message(pack_message(PLAN))
     assert isinstance(plan, StepPlan)
     assert plain(plan) == plain(PLAN)
@@ -46,11 +46,11 @@ def plain(plan: StepPlan) -> Any:
 
 
 @pytest.mark.parametrize("command", [Command("ping"), Command("exchange", "/models/2")])
-def test_commands_survive_packing(command: Command) -> None:
+def test_commands_survive_packing(command):
     assert unpack_message(pack_message(command)) == command
 
 
-def test_segments_are_cut_into_even_runs() -> None:
+def test_segments_are_cut_into_even_runs():
     segments = [Segment(0, 9, 1), Segment(2, 0, 6), Segment(3, 4, 1)]
     assert split_segments(segments, 2) == [
         [Segment(0, 9, 1), Segment(2, 0, 3)],
@@ -59,7 +59,7 @@ def test_segments_are_cut_into_even_runs() -> None:
     assert split_segments(segments, 1) == [segments]
 
 
-def test_chunks_follow_the_measured_speed() -> None:
+def test_chunks_follow_the_measured_speed():
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=0.1)
     assert chunk.tokens(with_decodes=True) == 500
@@ -72,7 +72,7 @@ def test_chunks_follow_the_measured_speed() -> None:
     assert chunk.tokens(with_decodes=True) == 16
 
 
-def test_one_slow_step_does_not_make_prompts_crawl() -> None:
+def test_one_slow_step_does_not_make_prompts_crawl():
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=100.0)  # such as the first of all, which compiles
     assert chunk.tokens(with_decodes=True) == 16
@@ -83,7 +83,7 @@ def test_one_slow_step_does_not_make_prompts_crawl() -> None:
     assert chunk.tokens(with_decodes=True) == 500
 
 
-def test_steps_with_few_prompt_tokens_teach_nothing() -> None:
+def test_steps_with_few_prompt_tokens_teach_nothing():
     chunk = ChunkSize(0.5)
     chunk.observe(tokens=100, seconds=0.1)
     chunk.observe(tokens=2, seconds=5.0)

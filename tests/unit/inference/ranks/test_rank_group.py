@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,9 +17,7 @@ from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 
-def test_a_rank_that_ends_before_it_connects_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_before_it_connects_is_named(tmp_path, monkeypatch):
     def connect(*arguments: Any, **options: Any) -> RankGroups:
         ranks = engine._ranks
         assert ranks is not None
@@ -58,7 +55,7 @@ class EndedWorker:
         self.stopped = True
 
 
-def test_the_reason_is_read_while_another_thread_ends_the_ranks() -> None:
+def test_the_reason_is_read_while_another_thread_ends_the_ranks():
     ranks = NodeRanks(timeout_s=1)
     worker = EndedWorker(ranks)
     ranks._workers[1] = cast(Worker, worker)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ PLACES = [LaunchEnvironment(rank, 2, rank, 2, "test", "a") for rank in range(2)]
 
 
 @pytest.mark.parametrize("operation", ["get", "add"])
-def test_a_rank_0_that_ends_while_another_rank_joins_is_reported(
-    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_0_that_ends_while_another_rank_joins_is_reported(operation, tmp_path, monkeypatch):
     apply = StoreServer._apply
 
     def end(self: StoreServer, name: str, *arguments: Any) -> Any:
@@ -40,9 +37,7 @@ def test_a_rank_0_that_ends_while_another_rank_joins_is_reported(
         rendezvous.close(grace_s=0)
 
 
-def test_a_rank_that_sees_the_key_and_not_the_port_tells_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_sees_the_key_and_not_the_port_tells_rank_0(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_UNREACHED_S", 0)
     key_file = tmp_path / "key"
     rendezvous = Rendezvous(PLACES[0], "127.0.0.1", 0, key_file, timeout_s=5)
@@ -59,7 +54,7 @@ def test_a_rank_that_sees_the_key_and_not_the_port_tells_rank_0(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_note_of_another_launch_is_nothing(tmp_path: Path) -> None:
+def test_a_note_of_another_launch_is_nothing(tmp_path):
     key_file = tmp_path / "key"
     rendezvous = Rendezvous(PLACES[0], "127.0.0.1", 0, key_file, timeout_s=5)
     note = module._note_file(key_file, 1)

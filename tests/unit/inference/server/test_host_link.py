@@ -8,7 +8,7 @@ from multiprocessing import Pipe
 from inference.server.server import HostLink
 
 
-def test_models_that_still_load_are_shown_until_the_last() -> None:
+def test_models_that_still_load_are_shown_until_the_last():
     own, other = Pipe()
     link = HostLink(own)
     for line in ("loading engine", "loading texts", "loaded texts", "loaded engine"):

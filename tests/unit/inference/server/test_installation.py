@@ -26,7 +26,7 @@ def backends_of(folder: Path, *, own_backends: bool = True) -> Path | None:
 
 
 @pytest.mark.triton
-def test_models_find_this_project_beside_the_python_backend(tmp_path: Path) -> None:
+def test_models_find_this_project_beside_the_python_backend(tmp_path):
     backends = backends_of(tmp_path)
     assert backends is not None
     assert (backends / "python/inference/server").is_dir()
@@ -37,7 +37,7 @@ def test_models_find_this_project_beside_the_python_backend(tmp_path: Path) -> N
 
 
 @pytest.mark.triton
-def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for(tmp_path: Path) -> None:
+def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for(tmp_path):
     ours = backends_of(tmp_path / "ours")
     theirs = backends_of(tmp_path / "theirs", own_backends=False)
     assert ours is not None
@@ -46,9 +46,7 @@ def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for(tmp_pat
     assert not (theirs / "fastertransformer").exists()
 
 
-def test_backends_of_an_installed_server_stay_next_to_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_of_an_installed_server_stay_next_to_ours(tmp_path, monkeypatch):
     program = tmp_path / "opt" / "bin" / "tritonserver"
     for name in ("python", "onnxruntime", "fastertransformer"):
         (tmp_path / "opt" / "backends" / name).mkdir(parents=True)
@@ -63,7 +61,7 @@ def test_backends_of_an_installed_server_stay_next_to_ours(
     assert backends_of(tmp_path, own_backends=False) is None
 
 
-def test_temporary_folders_with_a_space_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_folders_with_a_space_are_passed_over(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/with a space")
     assert plain_temporary_folder() == Path("/tmp")
 
@@ -83,7 +81,7 @@ def environment(folder: Path, *, version: str = "3.11", numpy: str | None = "1.2
     return folder
 
 
-def test_an_environment_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_may_be_named(tmp_path, monkeypatch):
     folder = environment(tmp_path / "named")
     monkeypatch.setenv("TRITON_SERVER", str(folder))
     found = find_triton()
@@ -99,19 +97,15 @@ def test_an_environment_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"version": "3.13"}, r"no Python backend for Python 3\.13 of .*it has: 3\.11"),
     ],
 )
-def test_an_environment_that_cannot_serve_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, str | None], message: str
-) -> None:
-    folder = environment(tmp_path / "named", **facts)  # type: ignore[arg-type]
+def test_an_environment_that_cannot_serve_is_refused(tmp_path, monkeypatch, facts, message):
+    folder = environment(tmp_path / "named", **facts)
     monkeypatch.setenv("TRITON_SERVER", str(folder))
     with pytest.raises(FileNotFoundError, match=message):
         find_triton()
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_name_of_neither_program_nor_environment_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
-) -> None:
+def test_a_name_of_neither_program_nor_environment_is_refused(tmp_path, monkeypatch, exists):
     folder = tmp_path / "named"
     if exists:
         folder.mkdir()
@@ -120,7 +114,7 @@ def test_a_name_of_neither_program_nor_environment_is_refused(
         find_triton()
 
 
-def test_a_server_listens_on_sockets_of_its_owner_alone(tmp_path: Path) -> None:
+def test_a_server_listens_on_sockets_of_its_owner_alone(tmp_path):
     for options in (server_options("/repo", tmp_path), nvidias_options("/repo", tmp_path)):
         assert f"--grpc-address=unix:{tmp_path}/grpc" in options
         assert "--allow-http=false" in options

@@ -19,7 +19,7 @@ from tests.waiting import until
 SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fails! "
 
 
-def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:
+def test_last_lines_leave_out_tables_and_blank_lines(tmp_path):
     path = tmp_path / "log"
     path.write_text("one\n+-----+\n| a b |\n\ntwo\nthree\n")
     assert last_lines(path, 2) == ["two", "three"]
@@ -27,13 +27,13 @@ def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none", 5) == []
 
 
-def test_quotes_and_traces_of_a_reason_are_undone() -> None:
+def test_quotes_and_traces_of_a_reason_are_undone():
     assert short_reason('"no \\"x\\" here"') == 'no "x" here'
     trace = "Internal: ValueError: one\ntwo\n\nAt:\n  /x/model.py(3): initialize\n"
     assert short_reason(trace) == "Internal: ValueError: one\ntwo"
 
 
-def test_long_lines_are_cut_and_import_frames_left_out(tmp_path: Path) -> None:
+def test_long_lines_are_cut_and_import_frames_left_out(tmp_path):
     path = tmp_path / "log"
     path.write_text(f"  <frozen importlib._bootstrap>(1): _load\n{'x' * 999}\n")
     assert last_lines(path, 5) == ["x" * 300 + " ..."]
@@ -53,7 +53,7 @@ def test_long_lines_are_cut_and_import_frames_left_out(tmp_path: Path) -> None:
         ("[FT][ERROR] NCCL error x.cc:7 'unhandled'", "NCCL error"),
     ],
 )
-def test_fatal_line_is_explained(line: str, reason: str) -> None:
+def test_fatal_line_is_explained(line, reason):
     (message,) = fatal_lines(f"before\n{line}\nafter\n")
     assert reason in message
 
@@ -66,13 +66,11 @@ def test_fatal_line_is_explained(line: str, reason: str) -> None:
         "shape is zero, skip loading weight from file /w/a.bin",
     ],
 )
-def test_harmless_line_is_ignored(line: str) -> None:
+def test_harmless_line_is_ignored(line):
     assert fatal_lines(line) == []
 
 
-def test_log_that_is_put_aside_meanwhile_is_followed_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_log_that_is_put_aside_meanwhile_is_followed_further(tmp_path, monkeypatch, capfd):
     path, opened = tmp_path / "triton.log", Path.open
     path.write_text("first start\n")
 

@@ -29,7 +29,7 @@ def start(found: OpenAIServer, timeout_s: float = 60.0) -> None:
     found.start(timeout_s=timeout_s, progress=lambda _: None)
 
 
-def test_a_server_is_ready_once_it_has_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_server_is_ready_once_it_has_answered_and_leaves_nothing_behind(tmp_path):
     with server(tmp_path) as found:
         start(found)
         assert found.ports["http"]
@@ -44,20 +44,20 @@ def test_a_server_is_ready_once_it_has_answered_and_leaves_nothing_behind(tmp_pa
         )
 
 
-def test_a_user_may_have_several_servers_at_once(tmp_path: Path) -> None:
+def test_a_user_may_have_several_servers_at_once(tmp_path):
     with server(tmp_path) as one, server(tmp_path) as other:
         start(one)
         start(other)
 
 
-def test_the_reason_of_a_failed_start_is_in_the_error(tmp_path: Path) -> None:
+def test_the_reason_of_a_failed_start_is_in_the_error(tmp_path):
     with pytest.raises(ServerStartError, match=r"ended with status 1.*\n(.*\n)*.*--wrong-option"):
         start(server(tmp_path, "fails"))
     with pytest.raises(ServerStartError, match=r"status 500.*no such kernel"):
         start(server(tmp_path, "broken"))
 
 
-def test_a_token_is_sent_with_the_first_request(tmp_path: Path) -> None:
+def test_a_token_is_sent_with_the_first_request(tmp_path):
     secret = {"VLLM_API_KEY": "a" * 24}
     with pytest.raises(ServerStartError, match="status 401"):
         start(_with(server(tmp_path), secret))
@@ -78,7 +78,7 @@ def _with(found: OpenAIServer, env: dict[str, str]) -> OpenAIServer:
     return found
 
 
-def test_a_lost_server_is_noticed(tmp_path: Path) -> None:
+def test_a_lost_server_is_noticed(tmp_path):
     with server(tmp_path) as found:
         start(found)
         body = json.dumps({"model": str(tmp_path), "prompt": "end"})
@@ -89,7 +89,7 @@ def test_a_lost_server_is_noticed(tmp_path: Path) -> None:
         assert "ended with status 7" in str(found.failure())
 
 
-def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_runs_out_of_time(tmp_path):
     (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
     found = server(tmp_path)
     found.command = (found.command[0], str(tmp_path / "sleep.py"), "{port}")

@@ -30,7 +30,7 @@ def stub(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait(LIMIT_S)
 
 
-def test_a_process_may_have_any_bytes_for_a_name() -> None:
+def test_a_process_may_have_any_bytes_for_a_name():
     # The kernel cuts a name after 15 bytes, also within a character.
     rename = "open('/proc/self/comm', 'wb').write(b'a) R 1 \\xff'); print(flush=True); input()"
     with subprocess.Popen(
@@ -45,8 +45,8 @@ def test_a_process_may_have_any_bytes_for_a_name() -> None:
 
 
 def test_a_models_process_that_ends_is_a_loss_with_its_reason(
-    stub: subprocess.Popen[bytes],
-) -> None:
+    stub,
+):
     watch = ServerWatch(os.getpid(), names=model_of)
     assert watch.loss() is None
     stub.kill()
@@ -56,7 +56,7 @@ def test_a_models_process_that_ends_is_a_loss_with_its_reason(
     assert watch.loss() == f"process {stub.pid} of model gpt has ended"
 
 
-def test_the_end_of_another_process_is_no_loss(stub: subprocess.Popen[bytes]) -> None:
+def test_the_end_of_another_process_is_no_loss(stub):
     watch = ServerWatch(os.getpid())
     assert watch.loss() is None
     stub.kill()
@@ -64,7 +64,7 @@ def test_the_end_of_another_process_is_no_loss(stub: subprocess.Popen[bytes]) ->
     assert watch.loss() is None
 
 
-def test_any_process_that_stays_stopped_is_a_loss(stub: subprocess.Popen[bytes]) -> None:
+def test_any_process_that_stays_stopped_is_a_loss(stub):
     watch = ServerWatch(os.getpid())
     assert watch.loss() is None
     stub.send_signal(signal.SIGSTOP)

@@ -55,18 +55,14 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
         (BLAMED, "Assertion fail"),
     ],
 )
-def test_program_that_cannot_serve_fails_with_its_reason(
-    does: str, reason: str, starts: Starts
-) -> None:
+def test_program_that_cannot_serve_fails_with_its_reason(does, reason, starts):
     with pytest.raises(ServerStartError) as caught:
         starts.start(does)
     assert any(reason in each for each in caught.value.reasons)
 
 
 @pytest.mark.parametrize(("has_nvidia_backend", "count"), [(False, 2), (True, 1)])
-def test_a_start_that_a_signal_ends_is_made_once_more(
-    has_nvidia_backend: bool, count: int, starts: Starts, tmp_path: Path
-) -> None:
+def test_a_start_that_a_signal_ends_is_made_once_more(has_nvidia_backend, count, starts, tmp_path):
     starts.server.has_nvidia_backend = has_nvidia_backend
     with pytest.raises(ServerStartError):
         starts.start(f"echo start >> {tmp_path}/starts; {ABORT}")
@@ -88,9 +84,7 @@ class _LongLog:
         assert not drain_s
 
 
-def test_the_reason_of_a_failed_start_is_said_after_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reason_of_a_failed_start_is_said_after_its_log(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", sys.stdout)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     server = cast("ModelServer", _LongLog(tmp_path / "triton.log"))
@@ -107,9 +101,7 @@ def test_the_reason_of_a_failed_start_is_said_after_its_log(
         (["--drain-s=-1"], "argument --drain-s: -1 is not a time in seconds"),
     ],
 )
-def test_wrong_options_are_refused_by_name(
-    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_are_refused_by_name(words, problem, tmp_path, capsys):
     with pytest.raises(SystemExit) as refusal:
         main([f"--model-repository={tmp_path}", *words])
     assert refusal.value.code == 2
@@ -125,9 +117,7 @@ def test_wrong_options_are_refused_by_name(
         ("", "--host= is neither an address nor the name of a host."),
     ],
 )
-def test_host_of_another_machine_is_refused_by_name(
-    host: str, problem: str, port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_of_another_machine_is_refused_by_name(host, problem, port, tmp_path, capsys):
     words = [f"--model-repository={tmp_path}", f"--host={host}", f"--http-port={port}"]
     assert main(words) == 1
     said = capsys.readouterr().err
@@ -135,9 +125,7 @@ def test_host_of_another_machine_is_refused_by_name(
     assert problem in said
 
 
-def test_nvidias_server_starts_without_mpirun_where_that_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvidias_server_starts_without_mpirun_where_that_cannot_run(tmp_path, monkeypatch):
     """Open MPI's mpirun ends at once where there is no remote shell, as in many images."""
     for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "NCCL_LAUNCH_MODE"):
         monkeypatch.delenv(name, raising=False)

@@ -57,21 +57,21 @@ def _sleeping(tmp_path: Path, first: str = "") -> tuple[subprocess.Popen[bytes],
     return process, link
 
 
-def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
+def test_status_is_passed_on_and_grandchildren_end(tmp_path):
     process, link, grandchild = _family(tmp_path, 0.1)
     assert process.wait(LIMIT_S) == 7
     assert not lives(grandchild)
     link.close()
 
 
-def test_closed_link_ends_command_and_grandchildren(tmp_path: Path) -> None:
+def test_closed_link_ends_command_and_grandchildren(tmp_path):
     process, link, grandchild = _family(tmp_path, 60)
     link.close()
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not lives(grandchild)
 
 
-def test_a_link_of_an_owner_with_many_files() -> None:
+def test_a_link_of_an_owner_with_many_files():
     """select() refuses descriptors from 1024 on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
@@ -84,14 +84,14 @@ def test_a_link_of_an_owner_with_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_command_that_ignores_sigterm_is_killed_by_order(tmp_path: Path) -> None:
+def test_command_that_ignores_sigterm_is_killed_by_order(tmp_path):
     process, link = _sleeping(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     link.send_bytes(supervisor.KILL)
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
     link.close()
 
 
-def test_command_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_command_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     script = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     script += "; open(sys.argv[1], 'w'); time.sleep(60)"
     path = tmp_path / "sleeps"
@@ -101,14 +101,14 @@ def test_command_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) 
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
 
 
-def test_order_to_a_supervisor_that_is_still_starting_is_obeyed() -> None:
+def test_order_to_a_supervisor_that_is_still_starting_is_obeyed():
     process, link = _run([sys.executable, "-c", "import time; time.sleep(60)"])
     link.send_bytes(supervisor.KILL)
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
     link.close()
 
 
-def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
+def test_killed_supervisor_takes_the_command_along(tmp_path):
     process, link = _sleeping(tmp_path)
     (command,) = descendants(process.pid)
     process.kill()

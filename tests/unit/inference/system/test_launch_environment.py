@@ -39,56 +39,56 @@ TORCHRUN = {
 }
 
 
-def test_a_process_of_no_launcher_is_alone() -> None:
+def test_a_process_of_no_launcher_is_alone():
     assert read_launch_environment({}) == LaunchEnvironment()
     assert read_launch_environment({}).world_size == 1
 
 
-def test_mpirun() -> None:
+def test_mpirun():
     assert read_launch_environment(MPIRUN) == LaunchEnvironment(5, 8, 1, 4, "mpirun", "77", None)
 
 
-def test_step_of_slurm() -> None:
+def test_step_of_slurm():
     assert read_launch_environment(STEP) == LaunchEnvironment(2, 3, 0, 1, "slurm", "12.0", "gpu07")
 
 
-def test_tasks_of_equal_nodes_are_counted() -> None:
+def test_tasks_of_equal_nodes_are_counted():
     tasks = {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NUM_TASKS": "8"}
     assert read_launch_environment(STEP | tasks).local_size == 4
 
 
-def test_torchrun() -> None:
+def test_torchrun():
     assert read_launch_environment(TORCHRUN) == LaunchEnvironment(
         3, 4, 1, 2, "torchrun", "run", None
     )
 
 
-def test_plain_torch_variables() -> None:
+def test_plain_torch_variables():
     plain = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     assert read_launch_environment(plain) == LaunchEnvironment(1, 2, 1, 2, "torch", "", None)
 
 
-def test_other_pmi_launchers() -> None:
+def test_other_pmi_launchers():
     place = read_launch_environment({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"})
     assert (place.rank, place.world_size, place.local_size, place.launcher) == (1, 4, 2, "pmi")
 
 
-def test_mpirun_inside_an_allocation_counts_not_the_allocation() -> None:
+def test_mpirun_inside_an_allocation_counts_not_the_allocation():
     assert read_launch_environment(STEP | MPIRUN).launcher == "mpirun"
 
 
-def test_torchrun_inside_a_step_counts_and_variables_left_in_a_shell_do_not() -> None:
+def test_torchrun_inside_a_step_counts_and_variables_left_in_a_shell_do_not():
     assert read_launch_environment(STEP | TORCHRUN).launcher == "torchrun"
     stale = {"RANK": "0", "WORLD_SIZE": "1"}
     assert read_launch_environment(STEP | stale).launcher == "slurm"
 
 
-def test_the_shell_of_a_batch_job_is_no_task_of_a_step() -> None:
+def test_the_shell_of_a_batch_job_is_no_task_of_a_step():
     shell = {name: value for name, value in STEP.items() if "STEP" not in name}
     assert read_launch_environment(shell) == LaunchEnvironment()
 
 
-def test_launcher_can_be_named() -> None:
+def test_launcher_can_be_named():
     assert read_launch_environment(STEP | MPIRUN | {"SLIPWAY_LAUNCHER": "slurm"}).rank == 2
     with pytest.raises(ValueError, match="SLIPWAY_LAUNCHER=flux is unknown; use mpirun, "):
         read_launch_environment({"SLIPWAY_LAUNCHER": "flux"})
@@ -102,7 +102,7 @@ def test_launcher_can_be_named() -> None:
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE='many' is not a number"),
     ],
 )
-def test_contradictions_are_reported(variables: dict[str, str], message: str) -> None:
+def test_contradictions_are_reported(variables, message):
     with pytest.raises(ValueError, match=message):
         read_launch_environment(variables)
 
@@ -118,7 +118,7 @@ def test_contradictions_are_reported(variables: dict[str, str], message: str) ->
         ("gpu-a[003-004]-x", "gpu-a003-x"),
     ],
 )
-def test_first_host_of_a_list(nodes: str, host: str) -> None:
+def test_first_host_of_a_list(nodes, host):
     assert read_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes}).head == host
 
 
@@ -129,11 +129,11 @@ def address(
     return rendezvous_address(place, environment, **options)  # type: ignore[arg-type]
 
 
-def test_processes_of_one_node_meet_on_loopback() -> None:
+def test_processes_of_one_node_meet_on_loopback():
     assert address(LaunchEnvironment(1, 4, 1, 4), {}) == ("127.0.0.1", 29500)
 
 
-def test_variables_and_options_name_the_rendezvous() -> None:
+def test_variables_and_options_name_the_rendezvous():
     variables = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
     assert address(read_launch_environment(MPIRUN), variables) == ("head", 4000)
     assert address(read_launch_environment(MPIRUN), variables, host="other", port=5000) == (
@@ -142,15 +142,15 @@ def test_variables_and_options_name_the_rendezvous() -> None:
     )
 
 
-def test_nodes_of_slurm_meet_on_the_first() -> None:
+def test_nodes_of_slurm_meet_on_the_first():
     assert address(read_launch_environment(STEP), STEP) == ("gpu07", 29500)
 
 
-def test_several_nodes_without_a_head_are_refused() -> None:
+def test_several_nodes_without_a_head_are_refused():
     with pytest.raises(ValueError, match=r"4 of 8 processes run on this node.*MASTER_ADDR"):
         address(read_launch_environment(MPIRUN), {})
 
 
-def test_port_must_be_one() -> None:
+def test_port_must_be_one():
     with pytest.raises(ValueError, match="70000; it must be between"):
         address(LaunchEnvironment(), {"MASTER_PORT": "70000"})

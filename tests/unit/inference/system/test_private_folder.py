@@ -21,7 +21,7 @@ time.sleep(600)
 """
 
 
-def test_next_process_removes_the_folder_of_a_killed_one_alone(tmp_path: Path) -> None:
+def test_next_process_removes_the_folder_of_a_killed_one_alone(tmp_path):
     started = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

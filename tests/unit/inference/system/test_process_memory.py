@@ -32,7 +32,7 @@ print(resident() - before)
 """
 
 
-def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_stays(monkeypatch):
     for name in (*_CACHES, "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     assert memory_variables() == {
@@ -47,7 +47,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not has_onednn(torch.float32), reason="needs oneDNN")
-def test_the_variables_bound_what_shapes_leave_in_memory() -> None:
+def test_the_variables_bound_what_shapes_leave_in_memory():
     def left(kept: str) -> int:
         environment = os.environ | memory_variables() | dict.fromkeys(_CACHES, kept)
         command = [sys.executable, "-c", _PRODUCTS]

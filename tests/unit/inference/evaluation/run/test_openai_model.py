@@ -192,7 +192,7 @@ def options(server: Server, tmp_path: Path, **changes: Any) -> EvaluationOptions
 FULL = frozenset({"ids", "echo"})
 
 
-def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_path):
+def test_a_server_of_every_ability_is_asked_by_token_ids(server, tmp_path):
     server.abilities = FULL
     token = tmp_path / "token"
     token.write_text("secret" * 6 + "\n")
@@ -210,7 +210,7 @@ def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_pat
     assert all(each["temperature"] == 0 for each in server.requests)
 
 
-def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_path):
+def test_parameters_that_are_ignored_or_refused_are_noticed(server, tmp_path):
     model = open_model(options(server, tmp_path))
     assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
     assert model.complete_text("abc", output_len=2).text == "de"
@@ -221,7 +221,7 @@ def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_
     assert set(open_model(options(server, tmp_path)).lacks) == {"tensors", "log probabilities"}
 
 
-def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(server: Server, tmp_path):
+def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(server, tmp_path):
     asked = options(server, tmp_path)
     report = evaluate(asked, RunFacts(name="x"))
     (task,) = report.tasks
@@ -234,7 +234,7 @@ def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(server: Server
     assert "lambada" not in report.tasks[0].note
 
 
-def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_path):
+def test_a_bound_on_what_is_left_out_ends_the_evaluation(server, tmp_path):
     asked = options(server, tmp_path, gate={"lambada_perplexity": {"max": 9}})
     with pytest.raises(EvaluationError, match=r"gate.lambada_perplexity is on a metric that"):
         evaluate(asked, RunFacts(name="x"))
@@ -243,7 +243,7 @@ def test_a_bound_on_what_is_left_out_ends_the_evaluation(server: Server, tmp_pat
         evaluate(asked, RunFacts(name="x"))
 
 
-def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_path):
+def test_latency_has_the_times_of_first_and_further_tokens(server, tmp_path):
     latency = LatencyOptions(shapes=["2+4"], concurrencies=[2], requests=4)
     report = evaluate(options(server, tmp_path, latency=latency), RunFacts(name="x"))
     (point,) = report.latency
@@ -252,7 +252,7 @@ def test_latency_has_the_times_of_first_and_further_tokens(server: Server, tmp_p
     assert point.per_token_ms is not None
 
 
-def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path):
+def test_what_cannot_be_asked_is_said_by_name(server, tmp_path):
     server.abilities = FULL | {"several"}
     with pytest.raises(EvaluationError, match=r"lists alphabet, alphabet, and the option model"):
         open_model(options(server, tmp_path))
@@ -264,19 +264,19 @@ def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path):
 
 
 @pytest.mark.parametrize("listed", [None, 3, {"data": 3}, {"data": [3]}])
-def test_a_list_of_models_that_is_none_is_said(server: Server, tmp_path, monkeypatch, listed: Any):
+def test_a_list_of_models_that_is_none_is_said(server, tmp_path, monkeypatch, listed):
     monkeypatch.setattr(OpenAIClient, "get", lambda *_: listed)
     with pytest.raises(EvaluationError, match="lists no model, and the option model"):
         open_model(options(server, tmp_path))
 
 
-def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_path):
+def test_an_answer_nested_without_end_is_a_failed_request(server, tmp_path):
     server.abilities = frozenset({"nesting"})
     with pytest.raises(EvaluationError, match=r"completes text at .*RecursionError"):
         open_model(options(server, tmp_path, model="x"))
 
 
-def test_a_stream_without_end_is_a_failed_request(server: Server, tmp_path, monkeypatch):
+def test_a_stream_without_end_is_a_failed_request(server, tmp_path, monkeypatch):
     monkeypatch.setattr("inference.evaluation.openai_client._MAX_BYTES", 100_000)
     server.abilities = FULL | {"endless"}
     model = open_model(options(server, tmp_path, model="x"))
@@ -298,7 +298,7 @@ NO_ANSWERS = ["abort", None, "content_filter", "tool_calls", "cancelled", 3, "do
 
 
 @pytest.mark.parametrize("reason", NO_ANSWERS)
-def test_a_reply_that_is_no_answer_is_a_failed_request(server: Server, tmp_path, reason: Any):
+def test_a_reply_that_is_no_answer_is_a_failed_request(server, tmp_path, reason):
     server.abilities = FULL
     model = timed(server, tmp_path, retry_s=0.0)
     server.faults = [(reason, {})] * 3
@@ -311,7 +311,7 @@ def test_a_reply_that_is_no_answer_is_a_failed_request(server: Server, tmp_path,
     assert model.counts() == {"stop": 0, "length": 0, "failed": 3, "retried": 0}
 
 
-def test_ends_of_answers_are_counted(server: Server, tmp_path):
+def test_ends_of_answers_are_counted(server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     for reason in ("stop", "length", "eos_token"):
@@ -327,7 +327,7 @@ def test_ends_of_answers_are_counted(server: Server, tmp_path):
         (503, {"transfer-encoding": "chunked"}),  # its body is cut
     ],
 )
-def test_what_is_put_off_is_asked_again(server: Server, tmp_path, fault: Any):
+def test_what_is_put_off_is_asked_again(server, tmp_path, fault):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [fault]
@@ -336,9 +336,7 @@ def test_what_is_put_off_is_asked_again(server: Server, tmp_path, fault: Any):
 
 
 @pytest.mark.parametrize("fault", [404, 405, 422, 501])
-def test_what_a_server_does_not_implement_is_tried_and_done_without(
-    server: Server, tmp_path, fault: int
-):
+def test_what_a_server_does_not_implement_is_tried_and_done_without(server, tmp_path, fault):
     server.abilities = FULL
     client = OpenAIClient(
         f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5, retry_s=0
@@ -348,7 +346,7 @@ def test_what_a_server_does_not_implement_is_tried_and_done_without(
 
 
 @pytest.mark.parametrize("fault", [400, 401, 403, 404, 500, 501])
-def test_what_is_refused_is_not_asked_again(server: Server, tmp_path, fault: int):
+def test_what_is_refused_is_not_asked_again(server, tmp_path, fault):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [(fault, {})]
@@ -356,7 +354,7 @@ def test_what_is_refused_is_not_asked_again(server: Server, tmp_path, fault: int
         model.complete_text("abc", output_len=2)
 
 
-def test_the_server_says_how_long_to_wait(server: Server, tmp_path, monkeypatch):
+def test_the_server_says_how_long_to_wait(server, tmp_path, monkeypatch):
     server.abilities = FULL
     model = timed(server, tmp_path, retry_s=10.0)
     waits: list[float] = []
@@ -375,11 +373,11 @@ def test_the_server_says_how_long_to_wait(server: Server, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("header", "seconds"), [("2", 2.0), ("-1", 0.0), ("soon", None), ("nan", None), (None, None)]
 )
-def test_waits_are_numbers_or_dates(header: str | None, seconds: float | None):
+def test_waits_are_numbers_or_dates(header, seconds):
     assert seconds_of(header) == seconds
 
 
-def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path):
+def test_choices_come_in_any_order_and_none_is_missing(server, tmp_path):
     client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
     choices = [{"index": at, "text": str(at), "finish_reason": "stop"} for at in (1, 0)]
 
@@ -395,7 +393,7 @@ def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path)
             client.complete({"prompt": ["a", "b"]})
 
 
-def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_path):
+def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     server.faults = [("stop", {})]
@@ -408,7 +406,7 @@ def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_
         model.complete_text("abc", output_len=2)
 
 
-def test_a_reply_of_another_model_ends_the_run_by_name(server: Server, tmp_path):
+def test_a_reply_of_another_model_ends_the_run_by_name(server, tmp_path):
     model = timed(server, tmp_path)
     client = model._model.client
     answer = {"choices": [{"text": "ab", "finish_reason": "length"}]}
@@ -420,7 +418,7 @@ def test_a_reply_of_another_model_ends_the_run_by_name(server: Server, tmp_path)
         model.complete_text("abc", output_len=2)
 
 
-def test_a_server_that_lists_another_model_at_the_end_is_found(server: Server, tmp_path):
+def test_a_server_that_lists_another_model_at_the_end_is_found(server, tmp_path):
     model = open_model(options(server, tmp_path))
     model.check_unchanged()
     client: Any = model.client
@@ -429,7 +427,7 @@ def test_a_server_that_lists_another_model_at_the_end_is_found(server: Server, t
         replace(model, listed={"id": "alphabet", "root": "/before"}).check_unchanged()
 
 
-def test_a_router_that_loads_the_model_when_asked_serves_no_other(server: Server, tmp_path):
+def test_a_router_that_loads_the_model_when_asked_serves_no_other(server, tmp_path):
     model = open_model(options(server, tmp_path))
     listed = {"id": model.model, "meta": {"size": 3}}  # which it knows of a loaded model alone
     states: Iterator[Any] = iter([{"status": "unloaded"}, {"status": "loaded", **listed}])
@@ -438,7 +436,7 @@ def test_a_router_that_loads_the_model_when_asked_serves_no_other(server: Server
     replace(model, listed=_listed(model.client, model.model)).check_unchanged()
 
 
-def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(server: Server, tmp_path):
+def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(server, tmp_path):
     model = timed(server, tmp_path)
     choice = {"text": "abcdefgh", "finish_reason": "stop"}
     usage = {"prompt_tokens": 3, "completion_tokens": 8}
@@ -447,7 +445,7 @@ def test_a_server_that_ignores_the_length_of_an_answer_ends_the_run(server: Serv
         model.complete_text("abc", output_len=2)
 
 
-def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_path):
+def test_a_prompt_without_any_surprise_ends_the_run_by_name(server, tmp_path):
     server.abilities = FULL
     model = timed(server, tmp_path)
     scored = {"logprobs": {"token_logprobs": [None, *[0] * 9]}, "text": "ab"}
@@ -457,7 +455,7 @@ def test_a_prompt_without_any_surprise_ends_the_run_by_name(server: Server, tmp_
 
 
 @pytest.mark.parametrize("score", [0.7, math.nan])
-def test_a_probability_above_one_ends_the_run_by_name(server: Server, tmp_path, score: float):
+def test_a_probability_above_one_ends_the_run_by_name(server, tmp_path, score):
     server.abilities = FULL
     model = timed(server, tmp_path)
     scored = {"logprobs": {"token_logprobs": [None, score]}, "text": "ab"}
@@ -467,7 +465,7 @@ def test_a_probability_above_one_ends_the_run_by_name(server: Server, tmp_path, 
         model.context_log_prob([1, 2])
 
 
-def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path):
+def test_parameters_are_kept_that_change_the_answer(server, tmp_path):
     server.abilities = FULL | {"refuses_ids"}
     model = open_model(options(server, tmp_path, model="alphabet"))
     assert model.extras == openai_client.NEUTRAL
@@ -477,7 +475,7 @@ def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path):
     assert model.complete_text("abc", output_len=2).text == "de"
 
 
-def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_path):
+def test_prompts_are_messages_where_the_endpoint_is_a_chat(server, tmp_path):
     asked = options(server, tmp_path, model="alphabet", openai=OpenAIClientOptions(chat=True))
     model = open_model(asked)
     assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
@@ -488,7 +486,7 @@ def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_p
     assert len(model.complete_rows([[1], [2]], output_len=3)) == 2
 
 
-def test_counts_stand_beside_the_figures(server: Server, tmp_path):
+def test_counts_stand_beside_the_figures(server, tmp_path):
     server.abilities = frozenset({"busy"})
     report = evaluate(options(server, tmp_path), RunFacts(name="x"))
     requests = report.tasks[0].requests
@@ -498,7 +496,7 @@ def test_counts_stand_beside_the_figures(server: Server, tmp_path):
         assert "0 stop, 2 length, 0 failed, 1 retried" in (folder / name).read_text(), name
 
 
-def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_path):
+def test_latency_is_that_of_the_request_that_was_answered(server, tmp_path):
     latency = LatencyOptions(
         shapes=["2+4"], concurrencies=[1], requests=2, warmup=0, max_point_s=60
     )
@@ -519,12 +517,12 @@ def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_pa
         ("[::1]:80", "https://[::1]:80/v1"),
     ],
 )
-def test_addresses_become_base_urls(text: str, url: str):
+def test_addresses_become_base_urls(text, url):
     assert base_url(text, uses_tls=True) == url
 
 
 @pytest.mark.parametrize("text", ["ftp://a", "http://", "http://u:p@a", "a:99999", "file:///etc"])
-def test_other_addresses_are_refused(text: str):
+def test_other_addresses_are_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011 - by urllib itself, too
         base_url(text, uses_tls=False)
 

@@ -173,7 +173,7 @@ def test_failures_of_the_client_become_failed_requests():
     ("text", "status"),
     [("UNAVAILABLE: full", None), ("full", "StatusCode.UNAVAILABLE"), ("full", "503")],
 )
-def test_requests_to_a_busy_server_can_be_repeated(text: str, status: str | None):
+def test_requests_to_a_busy_server_can_be_repeated(text, status):
     client = FakeClient()
     client.error = InferenceServerException(text, status)
     with pytest.raises(RetryableError, match="full"):

@@ -173,7 +173,7 @@ def options(**changes: Any) -> EvaluationOptions:
     return EvaluationOptions(**{**values, **changes})
 
 
-def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endpoint: str):
+def test_figures_of_the_harness_become_metrics(asked, endpoint):
     token = HarnessOptions(num_fewshot=2, batch_size=4)
     own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
     assert not [*check_evaluation(own)]
@@ -205,9 +205,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
 
 
 @pytest.mark.parametrize("higher", [{}, {"acc": None, "perplexity": None}])
-def test_a_tasks_own_aggregation_has_no_known_unit(
-    higher: dict[str, Any], asked: list[dict[str, Any]], endpoint: str, monkeypatch
-):
+def test_a_tasks_own_aggregation_has_no_known_unit(higher, asked, endpoint, monkeypatch):
     monkeypatch.setattr(
         _Task, "aggregation", lambda _: dict.fromkeys(["acc", "perplexity"], partial(sum))
     )
@@ -220,9 +218,7 @@ def test_a_tasks_own_aggregation_has_no_known_unit(
     assert {(each.unit, each.higher_is_better) for each in run.report.metrics} == {("", True)}
 
 
-def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
-    asked: list[dict[str, Any]], endpoint: str
-):
+def test_the_gate_knows_the_metrics_once_the_task_is_loaded(asked, endpoint):
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert not [*check_evaluation(own)]
@@ -233,14 +229,14 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     assert not asked
 
 
-def test_an_unknown_task_of_the_harness_is_reported(asked: list[dict[str, Any]], endpoint: str):
+def test_an_unknown_task_of_the_harness_is_reported(asked, endpoint):
     own = options(openai_url=endpoint, tasks=["harness:nothing"])
     with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
         prepare_task(HarnessTask("harness:nothing", own))
     assert not asked
 
 
-def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]):
+def test_an_endpoint_that_does_not_answer_is_named(asked):
     prepared = prepare_task(
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
@@ -254,14 +250,14 @@ def arguments(server: Endpoint, **changes: Any) -> dict[str, Any]:
     return HarnessTask("harness:two-facts", own)._model_arguments()
 
 
-def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server: Endpoint):
+def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server):
     server.listed = {"data": [{"id": "fastertransformer"}]}
     with pytest.raises(EvaluationError, match=r"max_model_len of fastert.*harness\.max_length"):
         arguments(server)
     assert arguments(server, harness=HarnessOptions(max_length=99))["max_length"] == 99
 
 
-def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path):
+def test_another_engine_is_asked_by_its_own_name(server, tmp_path):
     """vLLM lists its models, and has /tokenizer_info only where that is switched on."""
     server.listed = {"data": [{"id": "tiny", "max_model_len": 256}, {"id": "tiny-lora"}]}
     given = arguments(server, protocol="openai", model="tiny", tokenizer=tmp_path)
@@ -282,7 +278,7 @@ def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path):
             arguments(server, protocol="openai", model=name)
 
 
-def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint):
+def test_a_chat_is_asked_one_message_at_a_time(server):
     given = arguments(server, openai=OpenAIClientOptions(chat=True))
     assert given["base_url"] == f"{server.url}/chat/completions"
     assert given["batch_size"] == 1
@@ -290,9 +286,7 @@ def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_requests_of_the_harness_are_sent_by_our_client(
-    asked: list[dict[str, Any]], server: Endpoint, monkeypatch, chat: bool
-):
+def test_the_requests_of_the_harness_are_sent_by_our_client(asked, server, monkeypatch, chat):
     found = []
 
     def simple_evaluate(model: Any, **_: Any) -> None:
@@ -318,9 +312,7 @@ def test_the_requests_of_the_harness_are_sent_by_our_client(
         task.start()
 
 
-def test_a_run_of_the_harness_goes_on_where_one_ended(
-    asked: list[dict[str, Any]], server: Endpoint, monkeypatch
-):
+def test_a_run_of_the_harness_goes_on_where_one_ended(asked, server, monkeypatch):
     prompts = [f"question {number}" for number in (*range(9), 8)]  # the last one twice
 
     def simple_evaluate(model: Any, **_: Any) -> None:
@@ -350,9 +342,7 @@ def test_a_run_of_the_harness_goes_on_where_one_ended(
     assert sent()[0] == prompts
 
 
-def test_a_harness_that_fails_is_named_and_not_run_again(
-    asked: list[dict[str, Any]], endpoint: str, monkeypatch
-):
+def test_a_harness_that_fails_is_named_and_not_run_again(asked, endpoint, monkeypatch):
     def simple_evaluate(**arguments: Any) -> None:
         asked.append(arguments)
         raise TypeError("the endpoint ended the connection")

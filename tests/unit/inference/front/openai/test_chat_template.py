@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.unit.inference.front.openai.fake_backend import Letters
 TALK = [{"role": "user", "content": "Hi <b>"}]
 
 
-def test_a_template_has_the_messages_and_the_special_tokens() -> None:
+def test_a_template_has_the_messages_and_the_special_tokens():
     source = (
         "{{ bos_token }}{%- for m in messages %}\n"
         "    {%- if loop.first and m.role == 'system' %}{% continue %}{% endif %}\n"
@@ -26,7 +25,7 @@ def test_a_template_has_the_messages_and_the_special_tokens() -> None:
     assert ChatTemplate("{{ messages | tojson }}", {}).render(TALK) == json.dumps(TALK)
 
 
-def test_json_has_the_options_of_transformers() -> None:
+def test_json_has_the_options_of_transformers():
     options = "ensure_ascii=true, separators=(',', ':'), sort_keys=true"
     talk = [{"role": "user", "content": "\xe9"}]
     assert ChatTemplate(f"{{{{ messages | tojson({options}) }}}}", {}).render(talk) == (
@@ -35,7 +34,7 @@ def test_json_has_the_options_of_transformers() -> None:
     assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render(talk) == '"\xe9"'
 
 
-def test_the_marks_of_training_leave_no_trace() -> None:
+def test_the_marks_of_training_leave_no_trace():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     assert ChatTemplate(source, {}).render(TALK) == "Hi <b>"
 
@@ -53,19 +52,19 @@ def test_the_marks_of_training_leave_no_trace() -> None:
         "{{ cycler.__init__.__globals__ }}",
     ],
 )
-def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> None:
+def test_what_a_template_may_not_do_is_an_error_of_the_request(source):
     with pytest.raises(RejectedError, match="the chat template refuses them"):
         ChatTemplate(source, {}).render(TALK)
 
 
-def test_what_is_not_a_template_is_refused_by_the_process_that_compiles_it(tmp_path: Path) -> None:
+def test_what_is_not_a_template_is_refused_by_the_process_that_compiles_it(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     template = load_chat_template(tmp_path)
     with pytest.raises(ValueError, match="is invalid: Expected an expression"):
         Codec(Letters(), template).check_template()
 
 
-def test_a_template_is_not_compiled_where_it_is_loaded(tmp_path: Path) -> None:
+def test_a_template_is_not_compiled_where_it_is_loaded(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ 'ab' * 3 }}")
     codec = Codec(Letters(), template := load_chat_template(tmp_path))
     assert codec.description()["chat_template"] == "{{ 'ab' * 3 }}"
@@ -74,7 +73,7 @@ def test_a_template_is_not_compiled_where_it_is_loaded(tmp_path: Path) -> None:
     assert "compiled" in vars(template)
 
 
-def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> None:
+def test_templates_are_found_where_transformers_keeps_them(tmp_path):
     assert load_chat_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({"eos_token": {"content": "</s>"}}))

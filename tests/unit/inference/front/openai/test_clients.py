@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import aiohttp
 import pytest
@@ -19,7 +19,6 @@ from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.requests import (
     ChatRequest,
     CompletionRequest,
-    Sampling,
     read_request,
 )
 from tests.unit.inference.front.openai.fake_backend import (
@@ -44,7 +43,7 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("record", RECORDED, ids=lambda each: each["client"])
-def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
+def test_a_recorded_body_is_taken(record):
     if "response_format" in record["body"]:
         pytest.importorskip("llguidance")
     kind = ChatRequest if "messages" in record["body"] else CompletionRequest
@@ -54,7 +53,7 @@ def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
-def test_the_generation_files_of_lm_eval_are_taken(kind: type[Sampling]) -> None:
+def test_the_generation_files_of_lm_eval_are_taken(kind):
     # The distinct options of the 4,793 files with generation_kwargs of lm-eval 0.4.13.
     prompt = {"messages": TALK} if kind is ChatRequest else {"prompt": ["a"]}
     for body in json.loads((Path(__file__).parent / "lm_eval_bodies.json").read_text()):
@@ -85,7 +84,7 @@ def test_the_generation_files_of_lm_eval_are_taken(kind: type[Sampling]) -> None
         ({"reasoning_effort": "none", "prompt_cache_options": {"ttl": "30m"}}, {}),
     ],
 )
-def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -> None:
+def test_other_spellings_are_taken(body, read):
     request = read_request(CompletionRequest, {"prompt": "a", **body})
     assert {name: getattr(request, name) for name in read} == read
 
@@ -131,7 +130,7 @@ def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ],
 )
-def test_what_has_no_equivalent_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+def test_what_has_no_equivalent_is_refused_by_name(body, param):
     path = CHAT if "messages" in body else "/v1/completions"
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -159,9 +158,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_regex": "a+", "response_format": {"type": "text"}}, {"regex": "a+"}),
     ],
 )
-def test_the_form_of_an_answer_reaches_the_model(
-    fields: dict[str, Any], expected: dict[str, Any] | None
-) -> None:
+def test_the_form_of_an_answer_reaches_the_model(fields, expected):
     pytest.importorskip("llguidance")
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -175,7 +172,7 @@ def test_the_form_of_an_answer_reaches_the_model(
     run(check, model)
 
 
-def test_an_answer_ends_at_each_end_token_and_at_a_requests_own() -> None:
+def test_an_answer_ends_at_each_end_token_and_at_a_requests_own():
     async def check(client: aiohttp.ClientSession) -> None:
         for path, fields in (("/v1/completions", {}), (CHAT, {"messages": TALK})):
             answer = await ask(client, path, **fields)
@@ -200,7 +197,7 @@ def test_an_answer_ends_at_each_end_token_and_at_a_requests_own() -> None:
     assert [bool("ignore_eos" in job) for job in model.jobs] == [False, False, True, False, False]
 
 
-def test_what_a_request_leaves_open_is_as_the_model_says() -> None:
+def test_what_a_request_leaves_open_is_as_the_model_says():
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client)
         await ask(client, CHAT, messages=TALK)
@@ -223,7 +220,7 @@ def test_what_a_request_leaves_open_is_as_the_model_says() -> None:
     ]
 
 
-def test_advice_that_no_request_may_follow_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_advice_that_no_request_may_follow_is_refused_when_it_is_loaded(tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\na\n")
     (tmp_path / "generation_config.json").write_text('{"temperature": 9, "top_k": "x"}')
     with pytest.raises(ValueError, match=r"temperature = 9, top_k = 'x' is outside of what"):
@@ -231,7 +228,7 @@ def test_advice_that_no_request_may_follow_is_refused_when_it_is_loaded(tmp_path
     assert CodecFiles(tmp_path, uses_defaults=False).codec().defaults == {}
 
 
-def test_the_boundary_of_the_nucleus_is_whole_where_the_model_can() -> None:
+def test_the_boundary_of_the_nucleus_is_whole_where_the_model_can():
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, top_p=0.5)
         await ask(client, top_p=1)
@@ -242,7 +239,7 @@ def test_the_boundary_of_the_nucleus_is_whole_where_the_model_can() -> None:
     assert "nucleus_include_boundary" not in model.jobs[1]
 
 
-def test_the_only_model_need_not_be_named() -> None:
+def test_the_only_model_need_not_be_named():
     async def check(client: aiohttp.ClientSession) -> None:
         for body in ({"model": None}, {"model": ""}):
             assert (await ask(client, **body))["model"] == "letters"
@@ -251,7 +248,7 @@ def test_the_only_model_need_not_be_named() -> None:
     run(check)
 
 
-def test_usage_comes_with_each_chunk_where_it_is_asked_for() -> None:
+def test_usage_comes_with_each_chunk_where_it_is_asked_for():
     async def check(client: aiohttp.ClientSession) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         *parts, last, _ = await events(client, stream_options=options, return_token_ids=True)
@@ -267,7 +264,7 @@ def test_usage_comes_with_each_chunk_where_it_is_asked_for() -> None:
     run(check)
 
 
-def test_variables_of_the_template_come_from_the_server_and_the_request() -> None:
+def test_variables_of_the_template_come_from_the_server_and_the_request():
     template = ChatTemplate(TEMPLATE, {}, {"mood": " (calm)"})
     assert template.render(TALK) == "user: Who?\nbot (calm): "
     assert template.render(TALK, values={"mood": "!"}) == "user: Who?\nbot!: "
@@ -286,7 +283,7 @@ def test_variables_of_the_template_come_from_the_server_and_the_request() -> Non
         ),
     ],
 )
-def test_the_effort_of_reasoning_is_the_templates(fields: dict[str, Any], prompt: str) -> None:
+def test_the_effort_of_reasoning_is_the_templates(fields, prompt):
     template = ChatTemplate(
         "{{ reasoning_effort or '-' }}-{{ enable_thinking }} {{ messages[0].content }}", {}
     )
@@ -295,7 +292,7 @@ def test_the_effort_of_reasoning_is_the_templates(fields: dict[str, Any], prompt
     assert spoken.pop() == prompt
 
 
-def test_an_answer_has_the_fields_that_clients_read() -> None:
+def test_an_answer_has_the_fields_that_clients_read():
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client, CHAT, messages=TALK, top_logprobs=0)
         assert answer["service_tier"] == "default"
@@ -308,7 +305,7 @@ def test_an_answer_has_the_fields_that_clients_read() -> None:
     run(check, template=ChatTemplate(TEMPLATE, {}))
 
 
-def test_the_description_has_every_field_and_its_spellings() -> None:
+def test_the_description_has_every_field_and_its_spellings():
     async def check(client: aiohttp.ClientSession) -> None:
         async with client.get("/openapi.json") as response:
             description = await response.json()
@@ -343,7 +340,7 @@ class Received(Letters):
         return []
 
 
-def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
+def test_tools_and_calls_reach_the_template_as_it_takes_them():
     """As openai-python sends a conversation with a tool: arguments as a text, no content."""
     template = ChatTemplate("{{ tools | tojson }} {{ messages[1:] | tojson }}", {})
     talk = [
@@ -384,7 +381,7 @@ def test_tools_and_calls_reach_the_template_as_it_takes_them() -> None:
         ({"tools": [WEATHER]}, "tools"),  # the template has no place for them
     ],
 )
-def test_tools_that_cannot_have_an_effect_are_refused(change: dict[str, Any], param: str) -> None:
+def test_tools_that_cannot_have_an_effect_are_refused(change, param):
     async def check(client: aiohttp.ClientSession) -> None:
         body = {"model": "letters", "messages": TALK, **change}
         assert (await refused(client, 400, body, CHAT))["param"] == param
@@ -393,7 +390,7 @@ def test_tools_that_cannot_have_an_effect_are_refused(change: dict[str, Any], pa
 
 
 @pytest.mark.parametrize("text", ["Well", " Well ", "Who?", ""])
-def test_an_answer_that_is_begun_is_continued(text: str) -> None:
+def test_an_answer_that_is_begun_is_continued(text):
     template = ChatTemplate("{% for m in messages %}<{{ m.content | trim }}>\n{% endfor %}", {})
     talk = [*TALK, {"role": "assistant", "content": text}]
     prompt = template.render(talk, answers=False, continues=True)
@@ -401,7 +398,7 @@ def test_an_answer_that_is_begun_is_continued(text: str) -> None:
     assert prompt == (expected if text else "<Who?>\n<>\n")
 
 
-def test_a_template_of_the_servers_own_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+def test_a_template_of_the_servers_own_takes_the_place_of_the_tokenizers(tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\na\n")
     (tmp_path / "chat_template.jinja").write_text("a")
     own = tmp_path / "own.jinja"
@@ -425,7 +422,7 @@ def byte_level(folder: Path) -> Codec:
     return Codec(load_tokenizer(folder), None)
 
 
-def test_a_part_of_a_character_has_its_own_bytes(tmp_path: Path) -> None:
+def test_a_part_of_a_character_has_its_own_bytes(tmp_path):
     codec = byte_level(tmp_path)
     text = "n\xe9\u20ac no"
     before: list[int] = []
@@ -440,7 +437,7 @@ def test_a_part_of_a_character_has_its_own_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("a b", False), ("x" * 129, False)])
-def test_an_answer_carries_the_id_of_its_request(given: str, kept: bool) -> None:
+def test_an_answer_carries_the_id_of_its_request(given, kept):
     async def check(client: aiohttp.ClientSession) -> None:
         for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {}):
             headers = {"X-Request-Id": given}
@@ -452,7 +449,7 @@ def test_an_answer_carries_the_id_of_its_request(given: str, kept: bool) -> None
     run(check)
 
 
-def test_a_stream_is_not_held_back_by_proxies_and_health_has_a_head() -> None:
+def test_a_stream_is_not_held_back_by_proxies_and_health_has_a_head():
     async def check(client: aiohttp.ClientSession) -> None:
         body = {"prompt": "a", "stream": True}
         async with client.post("/v1/completions", json=body) as response:
@@ -463,7 +460,7 @@ def test_a_stream_is_not_held_back_by_proxies_and_health_has_a_head() -> None:
     run(check)
 
 
-def test_what_is_served_is_named_and_changes_the_fingerprint() -> None:
+def test_what_is_served_is_named_and_changes_the_fingerprint():
     async def answer_of(client: aiohttp.ClientSession) -> None:
         async with client.get("/v1/models") as response:
             (model,) = (await response.json())["data"]
@@ -481,8 +478,8 @@ def test_what_is_served_is_named_and_changes_the_fingerprint() -> None:
 
 
 def test_the_access_log_has_a_line_for_each_request_and_no_text(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, n=2)
         await events(client)
@@ -501,9 +498,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_text(
     assert "request_id" not in capfd.readouterr().err
 
 
-def test_a_command_line_gives_the_options_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_line_gives_the_options_back(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_openai_options(parser)
     assert openai_of(parser.parse_args([])) is None

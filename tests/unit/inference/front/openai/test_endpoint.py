@@ -68,7 +68,7 @@ async def events(
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def test_a_completion_ends_at_the_end_token_and_counts_it() -> None:
+def test_a_completion_ends_at_the_end_token_and_counts_it():
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client)
         (choice,) = answer["choices"]
@@ -83,7 +83,7 @@ def test_a_completion_ends_at_the_end_token_and_counts_it() -> None:
     run(check)
 
 
-def test_prompts_and_choices_come_in_order() -> None:
+def test_prompts_and_choices_come_in_order():
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client, prompt=["Oh", "bcd"], n=2, echo=True, max_tokens=1)
         assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
@@ -100,7 +100,7 @@ def test_prompts_and_choices_come_in_order() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_more_choices_than_a_request_of_the_model_has_are_several_requests(stream: bool) -> None:
+def test_more_choices_than_a_request_of_the_model_has_are_several_requests(stream):
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -120,7 +120,7 @@ def test_more_choices_than_a_request_of_the_model_has_are_several_requests(strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
+def test_an_answer_ends_before_a_stop_text(stream):
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -143,7 +143,7 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
     run(check, model)
 
 
-def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
+def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text():
     ids = Letters().encode("Hello, you there!")
     answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
@@ -152,9 +152,7 @@ def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("stop", "text"), [("l", "Hel"), ("o", "Hello, y"), ("o,", "Hell")])
-def test_the_first_stop_text_after_the_minimum_ends_an_answer(
-    stop: str, text: str, at_once: bool
-) -> None:
+def test_the_first_stop_text_after_the_minimum_ends_an_answer(stop, text, at_once):
     ids = Letters().encode("Hello, you there!")
     answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, [stop, "lo, you"], min_tokens=5)
     for count in [] if at_once else range(1, len(ids)):
@@ -170,7 +168,7 @@ class Utf8(Letters):
         return bytes(ids).decode(errors="ignore" if partial else "replace")
 
 
-def test_a_stream_sends_no_score_of_a_stop_text() -> None:
+def test_a_stream_sends_no_score_of_a_stop_text():
     ids, sent = list("ab\u597d".encode()), list[int]()
     answer = Answer(Codec(Utf8(), None), (), 50, ["\u597d"], top_n=0)
     for count in range(1, len(ids) + 1):
@@ -179,7 +177,7 @@ def test_a_stream_sends_no_score_of_a_stop_text() -> None:
     assert (sent, answer.text, answer.finish_reason) == (ids[:2], "ab", "stop")
 
 
-def test_a_stream_sends_no_token_after_a_stop_text() -> None:
+def test_a_stream_sends_no_token_after_a_stop_text():
     ids, sent = list("ab\u00e9".encode()), list[int]()
     answer = Answer(Codec(Utf8(), None), (), 50, ["a"])
     for count in (3, 4):  # the first ends inside a character
@@ -188,7 +186,7 @@ def test_a_stream_sends_no_token_after_a_stop_text() -> None:
     assert sent == ids[:1]
 
 
-def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
+def test_a_stop_text_of_one_token_ends_the_model_itself():
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -198,7 +196,7 @@ def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
     run(check, model)
 
 
-def test_a_stream_adds_up_to_the_whole_and_ends_with_usage() -> None:
+def test_a_stream_adds_up_to_the_whole_and_ends_with_usage():
     async def check(client: aiohttp.ClientSession) -> None:
         *parts, usage, done = await events(client, n=2, stream_options={"include_usage": True})
         assert done == "[DONE]"
@@ -216,7 +214,7 @@ def test_a_stream_adds_up_to_the_whole_and_ends_with_usage() -> None:
     run(check)
 
 
-def test_a_chat_goes_through_the_template() -> None:
+def test_a_chat_goes_through_the_template():
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -242,7 +240,7 @@ def test_a_chat_goes_through_the_template() -> None:
     run(check, model, template=ChatTemplate(TEMPLATE, {}))
 
 
-def test_an_end_token_of_the_chat_ends_it() -> None:
+def test_an_end_token_of_the_chat_ends_it():
     model = FakeModel("so\nno")
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -253,7 +251,7 @@ def test_an_end_token_of_the_chat_ends_it() -> None:
     run(check, model, template=ChatTemplate(TEMPLATE, {"eos_token": "\n"}))
 
 
-def test_biases_and_the_frequency_penalty_reach_models_that_take_them() -> None:
+def test_biases_and_the_frequency_penalty_reach_models_that_take_them():
     added = {"frequency_penalty", "logit_bias_ids", "logit_bias"}
     model = FakeModel(facts=with_facts(inputs=INPUTS | added))
 
@@ -269,7 +267,7 @@ def test_biases_and_the_frequency_penalty_reach_models_that_take_them() -> None:
     run(check, model)
 
 
-def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
+def test_all_problems_of_a_request_are_reported_in_one_error():
     async def check(client: aiohttp.ClientSession) -> None:
         wrong = {
             "temperature": 3,
@@ -315,7 +313,7 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"frequency_penalty": 1}, "takes no frequency_penalty, which frequency_penalty needs"),
     ],
 )
-def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> None:
+def test_what_cannot_be_done_is_refused(change, word):
     async def check(client: aiohttp.ClientSession) -> None:
         assert word in (await refused(client, 400, {**ASKED, **change}))["message"]
 
@@ -332,8 +330,8 @@ def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> No
     ],
 )
 def test_more_tokens_than_the_model_has_room_for_are_refused_in_words_that_clients_know(
-    path: str, change: dict[str, Any], param: str, stream: bool
-) -> None:
+    path, change, param, stream
+):
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -352,9 +350,7 @@ def test_more_tokens_than_the_model_has_room_for_are_refused_in_words_that_clien
     [({"prompt": [[1], [50]]}, "prompt"), ({"logit_bias": {"50": 1}}, "logit_bias")],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_token_that_the_model_lacks_is_refused_before_any_prompt_runs(
-    change: dict[str, Any], param: str, stream: bool
-) -> None:
+def test_a_token_that_the_model_lacks_is_refused_before_any_prompt_runs(change, param, stream):
     model = FakeModel(facts=with_facts(vocab_size=50, inputs=INPUTS | {"logit_bias_ids"}))
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -366,7 +362,7 @@ def test_a_token_that_the_model_lacks_is_refused_before_any_prompt_runs(
     assert not model.jobs
 
 
-def test_null_in_the_options_of_a_stream_is_as_good_as_absent() -> None:
+def test_null_in_the_options_of_a_stream_is_as_good_as_absent():
     async def check(client: aiohttp.ClientSession) -> None:
         options = {"include_usage": None, "include_obfuscation": False}
         parts = await events(client, stream_options=options)
@@ -375,7 +371,7 @@ def test_null_in_the_options_of_a_stream_is_as_good_as_absent() -> None:
     run(check)
 
 
-def test_prompts_and_answers_that_just_have_room_are_answered() -> None:
+def test_prompts_and_answers_that_just_have_room_are_answered():
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, prompt="a" * 48, max_tokens=16)
         talk = [{"role": "user", "content": "a" * 63}]
@@ -385,7 +381,7 @@ def test_prompts_and_answers_that_just_have_room_are_answered() -> None:
     run(check, template=ChatTemplate("{{ messages[0].content }}", {}))
 
 
-def test_prompt_and_answer_of_an_encoder_decoder_have_a_room_each() -> None:
+def test_prompt_and_answer_of_an_encoder_decoder_have_a_room_each():
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, prompt="a" * 64, max_tokens=64)
         for change in ({"prompt": "a" * 65}, {"max_tokens": 65}):
@@ -408,7 +404,7 @@ def test_prompt_and_answer_of_an_encoder_decoder_have_a_room_each() -> None:
         (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not JSON"),
     ],
 )
-def test_what_is_not_a_json_object_is_refused(body: bytes, said: str) -> None:
+def test_what_is_not_a_json_object_is_refused(body, said):
     async def check(client: aiohttp.ClientSession) -> None:
         async with client.post(COMPLETIONS, data=body) as response:
             assert response.status == HTTPStatus.BAD_REQUEST
@@ -439,9 +435,7 @@ class CountedWorkers(NoProcesses):
         (CHAT, json.dumps({"messages": TALK}), True),
     ],
 )
-def test_templates_forms_and_large_bodies_are_read_in_a_process_of_their_own(
-    path: str, body: str, is_apart: bool
-) -> None:
+def test_templates_forms_and_large_bodies_are_read_in_a_process_of_their_own(path, body, is_apart):
     workers = CountedWorkers()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -452,7 +446,7 @@ def test_templates_forms_and_large_bodies_are_read_in_a_process_of_their_own(
     assert workers.count == is_apart
 
 
-def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
+def test_a_body_that_is_not_compressed_as_it_says_is_refused():
     async def check(client: aiohttp.ClientSession) -> None:
         headers = {"Content-Encoding": "gzip"}
         async with client.post(COMPLETIONS, data=b"{}", headers=headers) as response:
@@ -483,7 +477,7 @@ class EndlessTexts(CodecFiles):
         ),
     ],
 )  # fmt: skip
-def test_more_endless_chats_than_processes_put_nobody_to_sleep(source: str, said: str) -> None:
+def test_more_endless_chats_than_processes_put_nobody_to_sleep(source, said):
     texts, workers = EndlessTexts(source=source), Workers(work_s=1.0)
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -509,7 +503,7 @@ def test_more_endless_chats_than_processes_put_nobody_to_sleep(source: str, said
     run(check, texts=texts, workers=workers)
 
 
-def test_a_chat_without_a_template_is_refused() -> None:
+def test_a_chat_without_a_template_is_refused():
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 400, {"model": "letters", "messages": TALK}, CHAT)
         assert error["code"] == "no_chat_template"
@@ -517,7 +511,7 @@ def test_a_chat_without_a_template_is_refused() -> None:
     run(check)
 
 
-def test_unknown_models_and_paths_are_not_found() -> None:
+def test_unknown_models_and_paths_are_not_found():
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 404, {**ASKED, "model": "gpt-4"})
         assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
@@ -535,7 +529,7 @@ def test_unknown_models_and_paths_are_not_found() -> None:
     run(check)
 
 
-def test_a_failure_before_the_first_piece_is_an_answer_of_its_own() -> None:
+def test_a_failure_before_the_first_piece_is_an_answer_of_its_own():
     async def check(client: aiohttp.ClientSession) -> None:
         for stream in (False, True):
             error = await refused(client, 503, {**ASKED, "stream": stream})
@@ -548,7 +542,7 @@ def test_a_failure_before_the_first_piece_is_an_answer_of_its_own() -> None:
     ("failure", "said"),
     [(None, "the model broke"), (KeyError("secret"), "the endpoint failed; its log says why")],
 )
-def test_a_failure_in_the_middle_is_the_last_event(failure: Exception | None, said: str) -> None:
+def test_a_failure_in_the_middle_is_the_last_event(failure, said):
     async def check(client: aiohttp.ClientSession) -> None:
         *parts, last = await events(client)
         assert "".join(part["choices"][0]["text"] for part in parts) == "Hello"
@@ -557,7 +551,7 @@ def test_a_failure_in_the_middle_is_the_last_event(failure: Exception | None, sa
     run(check, FakeModel(fails_after=5, failure=failure))
 
 
-def test_a_client_that_leaves_in_its_body_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_in_its_body_is_no_failure(caplog):
     async def check(client: aiohttp.ClientSession) -> None:
         assert client._base_url is not None
         _, writer = await asyncio.open_connection("127.0.0.1", client._base_url.port)
@@ -573,7 +567,7 @@ def test_a_client_that_leaves_in_its_body_is_no_failure(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_gives_its_request_up(stream: bool) -> None:
+def test_a_client_that_leaves_gives_its_request_up(stream):
     model = FakeModel(fails_after=3, waits=True)
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -590,7 +584,7 @@ def test_a_client_that_leaves_gives_its_request_up(stream: bool) -> None:
     run(check, model)
 
 
-def test_only_token_holders_are_let_in(tmp_path: Path) -> None:
+def test_only_token_holders_are_let_in(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("a" * 32 + "\n" + "b" * 32 + "\n")
     tokens.chmod(0o600)
@@ -609,7 +603,7 @@ def test_only_token_holders_are_let_in(tmp_path: Path) -> None:
     run(check, access=Access(token_file=tokens))
 
 
-def test_health_is_the_servers() -> None:
+def test_health_is_the_servers():
     async def check(client: aiohttp.ClientSession) -> None:
         async with client.get("/health") as response:
             assert response.status == HTTPStatus.SERVICE_UNAVAILABLE
@@ -617,7 +611,7 @@ def test_health_is_the_servers() -> None:
     run(check, ready=False)
 
 
-def test_web_pages_and_large_bodies_are_refused() -> None:
+def test_web_pages_and_large_bodies_are_refused():
     async def check(client: aiohttp.ClientSession) -> None:
         headers = {"Origin": "https://example.org"}
         async with client.post(COMPLETIONS, json=ASKED, headers=headers) as response:
@@ -629,9 +623,7 @@ def test_web_pages_and_large_bodies_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("origins", "status"), [(["https://a.page"], 403), (["*"], 200)])
-def test_web_pages_of_origins_that_may_ask_are_answered(
-    tmp_path: Path, origins: list[str], status: int
-) -> None:
+def test_web_pages_of_origins_that_may_ask_are_answered(tmp_path, origins, status):
     tokens = tmp_path / "tokens"
     tokens.write_text("a" * 32)
     tokens.chmod(0o600)
@@ -659,17 +651,17 @@ def test_web_pages_of_origins_that_may_ask_are_answered(
 
 
 @pytest.mark.parametrize("origin", ["a.page", "https://a.page/", "https://a.page/x", "null", ""])
-def test_what_no_browser_would_send_is_no_origin(origin: str) -> None:
+def test_what_no_browser_would_send_is_no_origin(origin):
     assert "is not an origin" in OpenAIOptions(origins=[origin]).problems()[0]
 
 
-def test_a_tokenizer_that_is_not_there_is_named_before_the_start() -> None:
+def test_a_tokenizer_that_is_not_there_is_named_before_the_start():
     (problem,) = OpenAIOptions(tokenizer=Path("ensemble")).problems(prefix="--openai-")
     assert problem == "--openai-tokenizer=ensemble is not a folder."
     assert not OpenAIOptions(origins=["*", "http://127.0.0.1:3000", "http://[::1]:80"]).problems()
 
 
-def test_the_json_of_a_request_has_8_mib_whatever_other_requests_may_have() -> None:
+def test_the_json_of_a_request_has_8_mib_whatever_other_requests_may_have():
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 413, {**ASKED, "prompt": "a" * (8 << 20)})
         assert "larger than 8 MiB" in error["message"]
@@ -677,7 +669,7 @@ def test_the_json_of_a_request_has_8_mib_whatever_other_requests_may_have() -> N
     run(check, access=Access(max_request_mb=128))
 
 
-def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
+def test_an_answer_that_did_not_end_itself_has_no_end_token():
     model = FakeModel()
 
     async def check(client: aiohttp.ClientSession) -> None:
@@ -689,7 +681,7 @@ def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
     run(check, model)
 
 
-def test_texts_are_encoded_and_decoded_as_harnesses_ask() -> None:
+def test_texts_are_encoded_and_decoded_as_harnesses_ask():
     async def check(client: aiohttp.ClientSession) -> None:
         async with client.get("/tokenizer_info") as response:
             assert (await response.json())["eos_token"] == "<end>"
@@ -705,7 +697,7 @@ def test_texts_are_encoded_and_decoded_as_harnesses_ask() -> None:
     run(check)
 
 
-def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch):
     piece = Codec.piece
 
     def slowly(codec: Codec, before: Any, index: int) -> str:
