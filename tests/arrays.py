@@ -1,7 +1,5 @@
 """Arrays of the converter as torch tensors, to compare with what torch makes of the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -6,8 +6,6 @@ Wheel folders and extra indexes that pip or uv are configured with on this machi
 new user has none. An index named in PIP_INDEX_URL stays. Only what is committed is cloned.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

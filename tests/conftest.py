@@ -1,7 +1,5 @@
 """Places and small helpers that every test layer uses."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

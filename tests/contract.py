@@ -1,7 +1,5 @@
 """Requests as tensors of the contract, with the types of its table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

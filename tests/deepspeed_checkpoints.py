@@ -7,8 +7,6 @@ Run as a program, with an interpreter of an environment with torch, transformers
 made so, with deepspeed 0.19.8 and torch 2.13.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The commands that documents show, and their trial."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """All logits of a prompt by an engine, to compare them with those of other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine in this process, asked by an evaluation's tasks in place of a server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

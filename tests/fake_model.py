@@ -1,7 +1,5 @@
 """A model that needs no server: it continues the texts it knows."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence

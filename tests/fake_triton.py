@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802, ARG002 (names and arguments of the service)
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

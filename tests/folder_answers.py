@@ -4,8 +4,6 @@ Standard input holds a list of requests, each with a `folder`, and `texts` for i
 `ids` for its model; standard output gets as many answers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

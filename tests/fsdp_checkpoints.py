@@ -1,7 +1,5 @@
 """A small Llama as fully sharded training saves it, by gloo processes on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FT folders for tests of the runtime: recorded ones unpacked, and small random ones."""
 
-from __future__ import annotations
-
 import configparser
 import tarfile
 from pathlib import Path

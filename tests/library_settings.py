@@ -10,8 +10,6 @@ the transformers that is installed. New names are added with `?` as their use, w
 replaces; the tests fail until then.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -3,8 +3,6 @@
 All the rest, among it every split into parts and every cut by ranks, is megatron-core's own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

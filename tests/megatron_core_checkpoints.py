@@ -1,7 +1,5 @@
 """Distributed checkpoints saved by megatron-core itself, by several gloo processes on the CPU."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import tarfile

@@ -1,7 +1,5 @@
 """Mixtures of experts saved by megatron-core itself, by gloo processes on the CPU, with logits."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Run as a program with a plan, by any interpreter that has torch and megatron-core.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

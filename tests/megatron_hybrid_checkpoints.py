@@ -4,8 +4,6 @@ Runs as a program, with the interpreter of any release of megatron-core from 0.1
 nothing else than torch. Up to 0.17 the class is MambaModel.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

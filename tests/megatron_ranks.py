@@ -6,8 +6,6 @@ are run by their interpreters. The tests' own process cannot fork them: it has t
 a forked process would wait for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ The spelling is that of hand-written files (one-line blocks, commas, `False`), w
 project writes a config.pbtxt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

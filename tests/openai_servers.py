@@ -1,7 +1,5 @@
 """A tiny Hugging Face folder with a tokenizer, and a program that serves OpenAI's protocol."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """All ranks of a model as threads of this process, talking over gloo: what they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

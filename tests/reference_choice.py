@@ -3,8 +3,6 @@
 Importing this lets `TokenFeed` choose on CPUs, too.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -8,8 +8,6 @@ random numbers.
 
 # Shapes: T tokens, V vocabulary
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

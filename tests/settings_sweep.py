@@ -5,8 +5,6 @@ and saves each as Megatron-LM and as Megatron Bridge state theirs, next to its l
 megatron-core builds no such model, it leaves the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

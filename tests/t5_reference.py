@@ -1,7 +1,5 @@
 """A T5 computed plainly from whole tensors: what NeMo's own modules do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

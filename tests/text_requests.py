@@ -1,7 +1,5 @@
 """Requests to a text model, without the server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 CONTRIBUTING.md has the words. Each problem is reported with its place and what to write instead.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

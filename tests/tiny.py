@@ -3,8 +3,6 @@
 Dimensions all differ, so that a wrong axis cannot pass. QKV rows are ordered [heads][q, k, v][d].
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io

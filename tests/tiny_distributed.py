@@ -1,7 +1,5 @@
 """Distributed checkpoints written in this process by torch itself."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path

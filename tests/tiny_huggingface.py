@@ -1,7 +1,5 @@
 """Copies of the recorded Hugging Face sources with other settings or tensors."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

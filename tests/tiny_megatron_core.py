@@ -1,7 +1,5 @@
 """A random small Llama-style model in megatron-core's names, as a NeMo archive."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random small mixtures of experts: saved by transformers, and in megatron-core's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

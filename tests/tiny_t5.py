@@ -4,8 +4,6 @@ Dimensions all differ, so that a wrong axis cannot pass. Fused rows are ordered 
 in the whole tensors; `legacy` files have [parts][heads][d] on each rank.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

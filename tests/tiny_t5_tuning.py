@@ -1,7 +1,5 @@
 """Archives of NeMo with the tuned parts of a tiny T5: IA3, linear adapters, prompt tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A random Hugging Face GPT-2 that takes text, and a server that passes for the Hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Random two-layer models of every family transformers can make: one table for all tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

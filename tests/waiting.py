@@ -1,7 +1,5 @@
 """Wait for what threads and other processes do; see whether a process runs; kill several."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Decoding against recorded vectors, every case of every file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every source under the golden folder becomes a Hugging Face folder with the recorded logits."""
 
-from __future__ import annotations
-
 import fnmatch
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 difference before keeping it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

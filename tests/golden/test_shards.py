@@ -1,7 +1,5 @@
 """Every source under the golden folder becomes the reference converters' files, byte for byte."""
 
-from __future__ import annotations
-
 import fnmatch
 import hashlib
 import tarfile

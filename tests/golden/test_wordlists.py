@@ -1,7 +1,5 @@
 """Word lists, encoding and decoding against vectors recorded from the reference implementation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command as users type it, in a process of its own, for the tests of whole pipelines."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

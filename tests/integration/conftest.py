@@ -1,7 +1,5 @@
 """Repositories around the bundled sample model, converted once per session."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

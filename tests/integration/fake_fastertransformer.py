@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """Stands in for NVIDIA's server with the C++ backend: its options, its log lines, its health."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

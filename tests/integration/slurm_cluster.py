@@ -1,7 +1,5 @@
 """A throw-away Slurm on this machine: one controller, several nodes, no root, no munge."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import getpass

@@ -1,7 +1,5 @@
 """Runs of toy stages on the throw-away Slurm."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

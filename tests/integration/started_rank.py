@@ -4,8 +4,6 @@ They are forked from a process that has loaded torch and does nothing else, so t
 do not load it again.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Whole pipelines on Base Command Platform, with a stand-in for bcprun."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

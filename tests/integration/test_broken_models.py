@@ -3,8 +3,6 @@
 The table of docs/evaluation.md has the figures that this test prints with -s.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

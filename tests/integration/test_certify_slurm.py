@@ -1,7 +1,5 @@
 """A certificate that asks a server, as a job of a real Slurm."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A Triton server against the source: every kind of model, and one that is damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The server itself needs NVIDIA's image and GPUs; a program of the same name stan
 takes only the options of old releases and says what the real one says.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The server as a stage: restarts after a crash, the end on request, a repository in a store."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

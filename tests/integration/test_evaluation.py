@@ -1,7 +1,5 @@
 """The evaluation through a real server: recorded figures and failures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The pods of a LeaderWorkerSet, run as its manifest has them: one shell for each node."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

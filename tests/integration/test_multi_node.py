@@ -1,7 +1,5 @@
 """A model over the two nodes of a real Slurm: same tokens as on one, and what a loss leads to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A .nemo archive with a SentencePiece tokenizer through the whole pipeline, as one command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

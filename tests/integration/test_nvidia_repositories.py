@@ -1,7 +1,5 @@
 """Repositories made for NVIDIA's backend, served as they are by one server of this project."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

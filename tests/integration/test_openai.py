@@ -1,7 +1,5 @@
 """OpenAI's own client against the endpoint of a real server with the sample model, twice in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Embeddings of a T5 encoder by OpenAI's own client, against transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

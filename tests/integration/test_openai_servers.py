@@ -4,8 +4,6 @@
 `vllm` command of one, such as that of the CPU build with the torch of requirements/torch.txt.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

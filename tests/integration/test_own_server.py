@@ -1,7 +1,5 @@
 """The server of this project's own: faults, its end, another repository, and what it refuses."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

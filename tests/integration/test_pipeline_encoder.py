@@ -1,7 +1,5 @@
 """An encoder through the command: convert, export, deploy, and a request."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The whole way on this machine: the command as users type it, with the bundled model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PyTriton's server on several ranks, each a process that a launcher started, and its client."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """PyTriton's server over the nodes of a real Slurm, with the same options as under mpirun."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.test_pytriton import (

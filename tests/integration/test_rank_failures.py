@@ -1,7 +1,5 @@
 """Ranks in processes of their own: what becomes of requests and processes when one fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The report in a real browser: light and dark, wide and narrow, and without any request."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Servers that are replaced one after another, under load, behind a simple balancer."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Jobs on a real Slurm of two nodes: chains, failures, cancelling, requeueing, the pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """No job on Slurm is forgotten: repeated commands, lost records, copies, a lost controller."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

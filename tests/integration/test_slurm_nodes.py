@@ -1,7 +1,5 @@
 """Several ranks, containers, nodes that die and jobs that are preempted, on a real Slurm."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks that a launcher started: how they meet, what they are reported, and which is missed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

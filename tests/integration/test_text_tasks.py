@@ -5,8 +5,6 @@ with token ids. Both know a prompt table. What they should answer is computed by
 the figures from those answers by the standard library of each metric, or here.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The server checks a configuration before it looks for the backend, so that the c
 backend is its approval of everything else.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every kind of model behind one server, against recorded tokens and hidden states."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The sample model behind a real tritonserver: tokens, text, many requests at once, errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A repository in a real S3 server, and a real tritonserver that loads it from there."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A real tritonserver with trivial models: start, readiness, failures, stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Interactive sessions through a real tritonserver: many at once, streamed, refused, ended."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

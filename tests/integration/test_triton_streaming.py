@@ -1,7 +1,5 @@
 """The sample model as a streaming (decoupled) model behind a real tritonserver."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

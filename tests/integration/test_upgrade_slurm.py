@@ -1,7 +1,5 @@
 """An upgrade whose rows are jobs of a real Slurm, and whose command is killed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

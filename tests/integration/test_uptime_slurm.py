@@ -1,7 +1,5 @@
 """A server that outlives the time limit of its jobs, on a real Slurm."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """vLLM over two nodes of a real Slurm, with a stand-in for its command."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

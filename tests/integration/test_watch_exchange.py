@@ -1,7 +1,5 @@
 """`action=watch` with one server for all checkpoints of a run, which is killed in between."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`action=watch` during a training run, with its pipelines on a real Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

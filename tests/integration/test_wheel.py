@@ -1,7 +1,5 @@
 """The wheel alone is the project: installed, it works from any folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

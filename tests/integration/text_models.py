@@ -1,7 +1,5 @@
 """Small random models that take text, what their library answers, and repositories with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

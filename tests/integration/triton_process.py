@@ -1,7 +1,5 @@
 """Shared by the tests that start a real tritonserver: small models, and what is still running."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The device of tests of kernels that Triton's interpreter can run, too."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

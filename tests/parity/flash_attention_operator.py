@@ -1,7 +1,5 @@
 """FlashAttention 4's forward pass as the engine calls it, in torch, for machines without it."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Certificates: sound folders of every family pass; a planted fault is named at its place."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Served log probabilities against the source's and against those of a training step."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

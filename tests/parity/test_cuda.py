@@ -1,7 +1,5 @@
 """The runtime on a GPU gives what it gives on a CPU, through CUDA graphs and without."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace

@@ -3,8 +3,6 @@
 With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """T5 and BERT on a GPU give what they give on a CPU."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

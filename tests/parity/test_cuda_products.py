@@ -1,7 +1,5 @@
 """Matrix products on a GPU: their results, and their independence of the number of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks on several GPUs, talking over NCCL, give the tokens of one process on a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

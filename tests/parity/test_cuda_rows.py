@@ -3,8 +3,6 @@
 With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import accumulate
 

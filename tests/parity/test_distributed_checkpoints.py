@@ -1,7 +1,5 @@
 """Distributed checkpoints saved by megatron-core's own ranks become what a classic one becomes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FT shards made by NVIDIA's converters, run by our runtime, give the original model's logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

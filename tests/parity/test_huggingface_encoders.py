@@ -1,7 +1,5 @@
 """T5 and BERT models made by transformers, converted and run by our runtime, agree with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Models are random and tiny with sizes that are all different; transformers is the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

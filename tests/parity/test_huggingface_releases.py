@@ -4,8 +4,6 @@ This environment's release is asked about the settings that releases spell diffe
 SLIPWAY_TRANSFORMERS, interpreters separated as in PATH, about every model of the tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

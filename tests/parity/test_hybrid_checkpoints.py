@@ -6,8 +6,6 @@ This environment's release saves them, and those of SLIPWAY_MEGATRON_CORE, inter
 in PATH; a folder that 0.19.2 has saved is among the golden ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ processor lacks a set, the best that it has runs instead: oneDNN sees to that it
 die of an illegal instruction. The rest of the tests run with all that the processor has.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints made by megatron-core's own GPTModel give that model's logits, for any TP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mixtures that megatron-core saves give its logits in transformers, or are refused by name."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

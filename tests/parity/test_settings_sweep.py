@@ -3,8 +3,6 @@
 SLIPWAY_MEGATRON_CORE lists interpreters with other releases of it than the installed one.
 """
 
-from __future__ import annotations
-
 import collections
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fully sharded checkpoints of real writers become what the model's own folder becomes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Converted T5s, run by our runtime, give the logits of the models they were made from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch_dist checkpoints of Hugging Face models give their logits in megatron-core's own models."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two nodes whose link is cut without a word from either: both ends notice and end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

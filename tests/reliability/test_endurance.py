@@ -3,8 +3,6 @@
 The model is trivial: what is tried is tritonserver, its front and the clients.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The command and its jobs, killed at random moments: the same command again ends whole."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -7,8 +7,6 @@ conversations, and lose their clients. Every answer is compared, with all that i
 
 # Shapes: T tokens, V vocabulary, E hidden
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """64 clients at once with seeded sampling of every kind: each gets the answer it gets alone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

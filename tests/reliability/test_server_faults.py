@@ -5,8 +5,6 @@ slow machines, and shorter than the outcome of an unnoticed fault: nothing, or t
 timeout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ The server is one that `deploy` starts by default, on loopback, where other user
 it, and web pages in a browser on it.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """The workflow files of examples/ci: their command is accepted as it is printed."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

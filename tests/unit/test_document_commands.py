@@ -1,7 +1,5 @@
 """Commands of the documents are planned as written, up to the start."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -4,8 +4,6 @@ No server, GPU, docker or Slurm is here for each of them: their options and valu
 parser of the program that is named, which then stops.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The direction of imports, and that the login node loads nothing heavy."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

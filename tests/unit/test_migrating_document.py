@@ -1,7 +1,5 @@
 """The promises of docs/migrating.md: its commands are accepted, its tables are complete."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The promises of docs/openai.md: its commands are taken, its fields are those of the requests."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """README.md: its commands and examples run, its tables are true."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """Tests run with the reference material of this repository alone, or say what they lack."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """A version is the same wherever it stands, and the changelog describes it."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

@@ -1,7 +1,5 @@
 """The request files of examples/requests: each fits the inputs of the model that it asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pins hold on any machine, and every place names the same Pythons."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

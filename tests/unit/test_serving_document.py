@@ -1,7 +1,5 @@
 """The promises of docs/serving.md: its commands run, its table lists the models."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Records of benchmarks: their files, their comparison, and the tables written from them."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The images: pinned, without root, with a health check, and buildable from what is sent."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The build_repository command: flags become a request, problems become exit status 1."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Command inspect: the uses of a path that it lists."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

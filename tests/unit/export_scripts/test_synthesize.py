@@ -1,7 +1,5 @@
 """Folders of random weights: complete, the same for every number of ranks, and runnable."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

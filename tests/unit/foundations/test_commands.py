@@ -1,7 +1,5 @@
 """The commands: status, messages, and what they print."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

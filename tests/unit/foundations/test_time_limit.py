@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from foundations.time_limit import minutes, slurm_notation

@@ -1,7 +1,5 @@
 """The client command without a server: flags, request files, messages."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

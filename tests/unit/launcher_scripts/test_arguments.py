@@ -1,7 +1,5 @@
 """Parsing of a command line, before any file is read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

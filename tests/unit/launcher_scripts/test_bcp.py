@@ -1,7 +1,5 @@
 """Base Command Platform: real processes through a stand-in for bcprun, and through mpirun."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

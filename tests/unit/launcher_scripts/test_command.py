@@ -1,7 +1,5 @@
 """The command as a whole: what it refuses, what it prints, how it exits."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Composition of command lines, and the messages for wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Output on a terminal, and without one."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Values without effect next to others: refused or noted by a table of keys and what they need."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

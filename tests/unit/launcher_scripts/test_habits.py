@@ -1,7 +1,5 @@
 """The habits of Hydra's users: folders of configuration files of their own."""
 
-from __future__ import annotations
-
 from launcher_scripts.main import main
 from tests.conftest import ROOT
 

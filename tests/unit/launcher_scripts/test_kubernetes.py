@@ -1,7 +1,5 @@
 """The manifests for Kubernetes: valid by the published schemas, of the same placement, sound."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans of a run: stages to run, finished ones, and problems; with the bundled model."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

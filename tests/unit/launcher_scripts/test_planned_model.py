@@ -1,7 +1,5 @@
 """A plan without the checkpoint: a dry run for a cluster does without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launcher_scripts.main import main

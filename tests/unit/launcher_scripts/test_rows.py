@@ -1,7 +1,5 @@
 """Several runs of one command: each is checked first, and a failure stops only its own."""
 
-from __future__ import annotations
-
 import io
 
 from launcher_scripts.console import Console

@@ -1,7 +1,5 @@
 """Jobs on this machine: real processes through submitit, with stages that cost nothing."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

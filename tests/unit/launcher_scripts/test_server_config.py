@@ -1,7 +1,5 @@
 """Nodes and GPUs of the server's ranks, and refusals before a job exists."""
 
-from __future__ import annotations
-
 import pytest
 
 from launcher_scripts.configuration.compose import compose_config

@@ -1,7 +1,5 @@
 """Checks before a job is submitted, with small scripts in place of Slurm's commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F811 - fixtures come by import
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Batch scripts: each rule of rendering separately; whole scripts are in tests/golden/scripts."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

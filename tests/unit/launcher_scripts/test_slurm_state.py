@@ -1,7 +1,5 @@
 """Records corrected from Slurm, with small scripts in place of Slurm's commands."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

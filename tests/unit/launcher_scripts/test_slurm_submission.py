@@ -1,7 +1,5 @@
 """sbatch that fails although the job is queued, and a controller that is away for a while."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import replace

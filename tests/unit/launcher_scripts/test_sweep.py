@@ -1,7 +1,5 @@
 """`--multirun`: every combination is checked first, and runs in a folder of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from launcher_scripts.main import main

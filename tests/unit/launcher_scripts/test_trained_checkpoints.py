@@ -1,7 +1,5 @@
 """The checkpoints of a training run, and which of them are whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

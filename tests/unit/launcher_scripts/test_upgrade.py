@@ -1,7 +1,5 @@
 """action=upgrade: rows are checked, composed with folders of their own, and judged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

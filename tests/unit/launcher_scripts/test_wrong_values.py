@@ -1,7 +1,5 @@
 """Every key of the schema with wrong types, signs, sizes and shapes: refused by its name."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stages that cost nothing, for tests of everything around a stage."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

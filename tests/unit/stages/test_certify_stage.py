@@ -1,7 +1,5 @@
 """The stage that certifies a folder: what it refuses before it starts, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Places in object stores, times of a chain, and hosts of a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

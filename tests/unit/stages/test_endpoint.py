@@ -1,7 +1,5 @@
 """The published address: where a reader reaches the server from."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path

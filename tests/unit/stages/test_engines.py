@@ -1,7 +1,5 @@
 """Other engines: the command of vLLM, and what is refused before a server starts."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

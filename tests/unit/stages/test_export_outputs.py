@@ -1,7 +1,5 @@
 """Models in the repository of an export, by the kind of the checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs whose log lies on a full disk, where not a line can be written."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """The placement rule against the table of the deployment guide, and at its edges."""
 
-from __future__ import annotations
-
 import pytest
 
 from stages.node_layout import place

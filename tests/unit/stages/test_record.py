@@ -1,7 +1,5 @@
 """The record of a job: corrected where it lies, or at least for whoever looks at it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

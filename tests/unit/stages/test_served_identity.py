@@ -1,7 +1,5 @@
 """The words of endpoint.json for what a server serves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

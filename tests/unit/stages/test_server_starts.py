@@ -1,7 +1,5 @@
 """The processes of a server on several nodes follow its starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

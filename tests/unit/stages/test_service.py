@@ -1,7 +1,5 @@
 """A server that is kept running: requests to reload and to end, without a real server."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """An evaluation that has the server of another run load its weights: whose answers they are."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checks, messages and outputs of each stage, without the heavy work."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

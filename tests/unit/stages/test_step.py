@@ -1,7 +1,5 @@
 """The check of several ranks before a stage."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.system.launch_environment import LaunchEnvironment

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron Bridge: weights by torch, settings as it writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

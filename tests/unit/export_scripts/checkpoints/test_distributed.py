@@ -1,7 +1,5 @@
 """Distributed checkpoints: every form gives the folder that the classic one gives."""
 
-from __future__ import annotations
-
 import pickle
 import resource
 import struct

@@ -1,7 +1,5 @@
 """Indexing EleutherAI's layer files."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

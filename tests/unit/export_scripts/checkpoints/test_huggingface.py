@@ -1,7 +1,5 @@
 """Hugging Face folders: single and indexed files, tied tensors, damage."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

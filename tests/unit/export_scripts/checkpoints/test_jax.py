@@ -1,7 +1,5 @@
 """Indexing the numbered .npz parts of a GPT-J release."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Megatron's other forms of a decoder become the folder that megatron-core's GPTModel becomes."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

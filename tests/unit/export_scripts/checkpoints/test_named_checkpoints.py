@@ -1,7 +1,5 @@
 """One of several checkpoints chosen by its name, and models of the hub by their id."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

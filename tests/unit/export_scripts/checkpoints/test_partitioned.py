@@ -1,7 +1,5 @@
 """Checkpoints in a file for each training rank: NeMo's and Megatron-LM's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.conversions import folder_of

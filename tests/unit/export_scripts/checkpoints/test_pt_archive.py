@@ -1,7 +1,5 @@
 """torch.save files are indexed without torch, and nothing they name is run."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

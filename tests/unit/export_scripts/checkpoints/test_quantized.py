@@ -1,7 +1,5 @@
 """Quantised Hugging Face folders as sources, against torch's arithmetic and transformers' own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face models in torch's distributed checkpoints, as trainers save them."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Mistyped values, absent files and odd destinations are reported in the user's own words."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

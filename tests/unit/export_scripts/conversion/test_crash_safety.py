@@ -1,7 +1,5 @@
 """A conversion killed at any moment continues to the same bytes; two runs never interleave."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

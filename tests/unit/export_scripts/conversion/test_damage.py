@@ -1,7 +1,5 @@
 """Bytes that changed since a checkpoint was saved are noticed where its archive has checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

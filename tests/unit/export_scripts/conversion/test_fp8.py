@@ -1,7 +1,5 @@
 """Hugging Face folders in FP8: read back, dequantised by transformers, certified, and refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

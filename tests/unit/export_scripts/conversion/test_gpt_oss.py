@@ -1,7 +1,5 @@
 """gpt-oss: all experts of a layer in one tensor, plain and in MXFP4, read and written."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face folders from every kind of source: equal to the byte, loaded, refused, continued."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The settings of a source are in the folder that is made of it, or of its shards."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

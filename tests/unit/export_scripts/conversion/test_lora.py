@@ -1,7 +1,5 @@
 """Adapters merged by a conversion: PEFT's against PEFT itself; those of NeMo that are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

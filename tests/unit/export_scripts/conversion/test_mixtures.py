@@ -1,7 +1,5 @@
 """Mixtures of experts: from every form of megatron-core to what transformers computes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

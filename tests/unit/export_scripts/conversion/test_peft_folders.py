@@ -1,7 +1,5 @@
 """Adapters written as PEFT folders: peft's model of them against the merge, and against torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refusals of the conversion, with their reasons, before a folder appears."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

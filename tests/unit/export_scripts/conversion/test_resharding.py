@@ -1,7 +1,5 @@
 """Any training parallelism becomes any inference parallelism, with the same bytes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

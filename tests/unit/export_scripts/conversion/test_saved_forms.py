@@ -1,7 +1,5 @@
 """However one and the same Hugging Face model was saved, its folder holds the same bytes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strided copies through bounded buffers, and ranges of values by their bit patterns."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF001 - characters that look like others are what these texts are for
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

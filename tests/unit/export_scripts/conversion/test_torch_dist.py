@@ -1,7 +1,5 @@
 """torch_dist checkpoints: what torch reads of them, what comes back, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that training added to a vocabulary are left out, on every way out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Prompt tables and IA3 added to folders, also of models that NeMo did not train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

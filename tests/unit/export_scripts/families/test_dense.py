@@ -1,7 +1,5 @@
 """The layout of dense decoders: which models are taken, and how heads are divided."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron-core models with rotary positions and RMSNorm: how heads and halves are taken apart."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Dense decoders of Hugging Face: published configurations, and settings that are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

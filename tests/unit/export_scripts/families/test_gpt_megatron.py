@@ -1,7 +1,5 @@
 """Variants of GPT sources that no golden holds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-J from Hugging Face and from the mesh-transformer-jax release."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPT-NeoX from Hugging Face and from EleutherAI's layer files."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

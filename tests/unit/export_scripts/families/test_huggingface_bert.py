@@ -1,7 +1,5 @@
 """Hugging Face BERT: names of different ages, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """GPT-2, OPT and BLOOM folders: what config.json becomes, and NVIDIA's mistakes avoided."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face T5s: where files of different ages keep things, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

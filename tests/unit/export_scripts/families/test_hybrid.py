@@ -3,8 +3,6 @@
 Models that megatron-core itself has saved are in tests/parity/test_hybrid_checkpoints.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

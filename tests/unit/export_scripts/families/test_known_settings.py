@@ -1,7 +1,5 @@
 """Every setting of another library is computed with, has no effect, or is refused by name."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary settings in the spellings of different transformers versions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

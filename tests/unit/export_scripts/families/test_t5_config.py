@@ -1,7 +1,5 @@
 """config.ini of T5 and BERT folders, read and written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

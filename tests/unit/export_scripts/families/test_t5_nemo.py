@@ -1,7 +1,5 @@
 """NeMo T5s: what config.ini says, what is tuned on top, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

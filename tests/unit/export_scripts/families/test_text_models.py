@@ -1,7 +1,5 @@
 """The text models of models of images and texts: what they compute for texts, and no more."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A family is one record and a row in each table; nothing else changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pkgutil

@@ -1,7 +1,5 @@
 """config.ini is read by the loader's rules and written so that they give the same values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

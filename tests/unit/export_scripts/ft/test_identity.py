@@ -1,7 +1,5 @@
 """The hash of a checkpoint: the same for the same files, another where one of them differs."""
 
-from __future__ import annotations
-
 from export_scripts.ft.identity import checkpoint_hash, served_identity
 from export_scripts.ft.layout import manifest_path
 from foundations import __version__

@@ -1,7 +1,5 @@
 """Tokenizer files: which of a checkpoint's stay next to those that a user names."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_scripts.ft.tokenizer_files import is_replaced

@@ -1,7 +1,5 @@
 """A folder is loadable only if it is exactly what its config.ini and manifest say."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps to the disk run in order behind a worker, and no failure of theirs is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversions between types give torch's bits: every half, every bfloat16, every kind of float."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

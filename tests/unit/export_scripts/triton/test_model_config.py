@@ -1,7 +1,5 @@
 """config.pbtxt as Triton's own schema reads it."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_scripts.triton.model_config import TritonModelConfig, ensemble_steps, parse_config

@@ -1,7 +1,5 @@
 """Names of places in an object store."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_scripts.triton import object_store

@@ -1,7 +1,5 @@
 """Assembling a repository around weights: what is written, what is refused, what is left alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The signature tables against the tables of the serving contract."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_scripts.triton.signature import (

@@ -1,7 +1,5 @@
 """Large files reach the disk whole, whatever their sizes and whatever the file system can do."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import mmap

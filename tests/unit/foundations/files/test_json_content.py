@@ -1,7 +1,5 @@
 """The reader of JSON that others wrote."""
 
-from __future__ import annotations
-
 import pytest
 
 from foundations.files.json_content import json_object

@@ -1,7 +1,5 @@
 """Files replaced in one step."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of a tree behind links: found once, noticed when they change."""
 
-from __future__ import annotations
-
 from export_scripts.conversion.convert import ConversionRequest, convert
 from foundations.files.tree import files_below
 from tests.tiny import gpt_tensors, write_megatron

@@ -1,7 +1,5 @@
 """The GPUs and cores of each of a model's instances."""
 
-from __future__ import annotations
-
 import os
 
 from inference.backend.instances import Instance, by_socket, occupy

@@ -1,7 +1,5 @@
 """The times of a request, the names of the metrics, and the dashboard that shows them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

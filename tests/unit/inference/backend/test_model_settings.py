@@ -1,7 +1,5 @@
 """Parameters of a generation model: required, optional, wrong, unknown, and where weights lie."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Requests in the form of PyTriton's NeMo example, on the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text requests on the engine, as PyTriton calls for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace

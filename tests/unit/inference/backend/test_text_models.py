@@ -1,7 +1,5 @@
 """The text models without a server: tensors in, tensors out."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

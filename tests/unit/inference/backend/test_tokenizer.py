@@ -1,7 +1,5 @@
 """Tokenizers from files: round trips, unknown ids, unfinished characters, word lists."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests as tensors of the contract, two rows each, and what is wrong with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

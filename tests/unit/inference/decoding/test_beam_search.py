@@ -1,7 +1,5 @@
 """Beam searches: every hypothesis is ruled, scored and ended by its own tokens."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The best tokens come in one total order, however many are asked for and found how."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

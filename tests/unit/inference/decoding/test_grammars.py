@@ -1,7 +1,5 @@
 """Answers of a given form: what is chosen obeys it, whatever the logits say."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Output tensors in the layout of the contract, whole and as streamed frames."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

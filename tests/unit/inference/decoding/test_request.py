@@ -1,7 +1,5 @@
 """Contract tensors become checked rows; every problem of a request is reported at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

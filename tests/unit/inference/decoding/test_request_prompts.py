@@ -1,7 +1,5 @@
 """Virtual prompts and encoder-decoder names of a request become checked rows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sampled rows: rules in their order, reasons to stop, scores, and draws by the reference rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 The scores here are equal to the last bit, which no order of a sum changes.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """The scores of tokens under the model."""
 
-from __future__ import annotations
-
 import torch
 
 from inference.decoding.processors import token_scores

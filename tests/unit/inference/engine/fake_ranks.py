@@ -1,7 +1,5 @@
 """Ranks that keep token ids in place of keys and values: their tokens show what they see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

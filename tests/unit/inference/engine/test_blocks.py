@@ -1,7 +1,5 @@
 """The pool of blocks: none is lost, and no slot writes where another one reads."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

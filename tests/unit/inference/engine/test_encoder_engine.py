@@ -1,7 +1,5 @@
 """The engine of encoders: requests of any size, together or apart, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine on one rank: batches of mixed rows, streaming, cancelling, refusing, failing."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

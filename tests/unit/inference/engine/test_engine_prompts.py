@@ -1,7 +1,5 @@
 """Virtual prompts: tables loaded by task, tables and soft prompts sent with a request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine on an encoder-decoder: mixed batches, beams, tuned rows, streaming, cancelling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Other weights in a living engine: its answers are those of an engine that began with them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Keys and values in FP8: how far a trained model's answers move, and how many more tokens fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

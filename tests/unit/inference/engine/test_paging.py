@@ -1,7 +1,5 @@
 """Sequences share the cache's blocks: none is lost or has two owners, and no answer changes."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Prefix prompts: keys and values loaded for each task act as the tokens they were taken from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

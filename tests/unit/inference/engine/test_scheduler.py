@@ -1,7 +1,5 @@
 """Order of the scheduler: fairness, lock step, chunks, cancellation; logits are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 

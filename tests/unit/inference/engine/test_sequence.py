@@ -1,7 +1,5 @@
 """The states of sequences: walks of random requests take every transition, and no other."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Sessions that remember their newest tokens alone answer as a model with a sliding window does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

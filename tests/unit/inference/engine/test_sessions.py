@@ -1,7 +1,5 @@
 """Interactive sessions: a turn is answered as the whole conversation would be, from the cache."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A stopped engine keeps no memory of its model, even while the engine itself is referred to."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

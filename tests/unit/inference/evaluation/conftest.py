@@ -1,7 +1,5 @@
 """Passages, models and reports of the evaluation tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Bounds: what passes, what breaches, what a breach says."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

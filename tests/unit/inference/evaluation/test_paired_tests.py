@@ -1,7 +1,5 @@
 """Tests of paired samples: against other definitions, at their limits, and by simulation."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

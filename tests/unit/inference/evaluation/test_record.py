@@ -1,7 +1,5 @@
 """The record and its files: nothing is lost on the way to disk and back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from xml.etree import ElementTree as ET

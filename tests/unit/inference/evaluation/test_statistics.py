@@ -1,7 +1,5 @@
 """Intervals against values worked out elsewhere."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

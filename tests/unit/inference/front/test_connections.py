@@ -1,7 +1,5 @@
 """Connections of strangers, which take no place of clients that ask."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 

@@ -1,7 +1,5 @@
 """A server of HTTP whose clients do not keep to the protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Messages of gRPC that are not what their call takes."""
 
-from __future__ import annotations
-
 import pytest
 from tritonclient.grpc import service_pb2
 

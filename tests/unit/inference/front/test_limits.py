@@ -1,7 +1,5 @@
 """The table of limits in SECURITY.md: each is tried at its value and one above it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Errors of the server as its clients see them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Spans of requests, as an exporter of OpenTelemetry gets them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """Requests that no model should get are refused with the reason."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Work in separate processes: other requests are answered, and a lost process is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Models with an engine that is none, for processes that load them by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Canaries to stand-ins: what hangs is found, and what advances or computes is left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Facts about models, and configurations that cannot be served."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests to an engine in a process of its own: answers, errors, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

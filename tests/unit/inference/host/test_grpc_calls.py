@@ -1,7 +1,5 @@
 """Calls of gRPC on streams: their turns, their models, and their ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """KServe's protocol over HTTP: requests that arrive slowly, and models that are busy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

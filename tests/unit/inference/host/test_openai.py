@@ -1,7 +1,5 @@
 """Facts about models for OpenAI's API."""
 
-from __future__ import annotations
-
 from tritonclient.grpc import model_config_pb2
 
 from inference.host.models import HostedModel

@@ -1,7 +1,5 @@
 """The small request that shows whether a model answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of a tritonserver: requests reach it as they were read, and its answers come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Tests of what a server reads in a repository."""
 
-from __future__ import annotations
-
 from export_scripts.triton.model_config import parse_config
 from inference.front.workers import Workers
 from inference.host.hosted import weights_of

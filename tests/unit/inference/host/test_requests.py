@@ -1,7 +1,5 @@
 """Requests as this project's own server reads them, and answers as it writes them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Attention over the cache, against plain arithmetic."""
 
-from __future__ import annotations
-
 import torch
 
 from inference.model.cached_attention import GroupedAttention

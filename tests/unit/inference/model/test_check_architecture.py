@@ -1,7 +1,5 @@
 """Architectures that the forward pass lacks are refused by name, everything at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashAttention 4 gets prompts at any place, among single tokens, in a paged cache."""
 
-from __future__ import annotations
-
 import importlib
 from importlib import metadata
 from pathlib import Path

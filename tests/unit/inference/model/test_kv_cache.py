@@ -1,7 +1,5 @@
 """The cache of keys and values, and the pool of its slots."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of different lengths laid end to end: attention never crosses from one to another."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """T5's position bias: every distance in the bucket the original puts it in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention

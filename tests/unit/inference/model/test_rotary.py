@@ -1,7 +1,5 @@
 """Rotary angles against the library whose models use them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

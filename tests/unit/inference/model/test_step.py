@@ -1,7 +1,5 @@
 """Attention groups of a step's sequences, and the tokens that each token sees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tokens that a rank chooses: the best one, never a forbidden one, remembered for its slot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A rank's tensors come in the type they are computed in, matrices in the one they are kept in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Matrix products in the forms devices like: values, fused operations, 8-bit weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Sums, plans and messages among ranks, over shared memory and over gloo."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

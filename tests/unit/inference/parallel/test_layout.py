@@ -1,7 +1,5 @@
 """Ranks, stages and slices of the vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.parallel.layout import ParallelLayout

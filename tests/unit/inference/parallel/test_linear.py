@@ -1,7 +1,5 @@
 """Linears and tables cut among ranks add up to the whole ones."""
 
-from __future__ import annotations
-
 import torch
 
 from inference.model.layers import Embedding

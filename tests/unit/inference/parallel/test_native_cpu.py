@@ -1,7 +1,5 @@
 """The library of matrix products: its values on every kind of processor, and torch without it."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import shutil

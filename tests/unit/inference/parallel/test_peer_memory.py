@@ -1,7 +1,5 @@
 """The ranks of a stage agree on whether their GPUs share memory."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any

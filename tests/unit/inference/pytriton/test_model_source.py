@@ -1,7 +1,5 @@
 """From a name to weights: local paths, a stand-in for the Hub, and without a network."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """PyTriton's server before it loads anything: how many processes it needs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

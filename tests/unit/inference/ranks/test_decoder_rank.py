@@ -1,7 +1,5 @@
 """One rank's steps: long prompts cut into micro-batches for the pipeline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

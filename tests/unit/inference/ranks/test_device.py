@@ -1,7 +1,5 @@
 """The device of a rank, and the type its matrices are kept in."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The store of launched ranks: its values, and connections that do not prove their key."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Plans survive packing; prompts are cut to keep the stated bound."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that end while their connections are made, and while another thread ends them."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, cast
 

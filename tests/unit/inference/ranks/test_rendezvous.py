@@ -1,7 +1,5 @@
 """Followers that lose rank 0 while they join it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

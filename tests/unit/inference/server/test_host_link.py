@@ -1,7 +1,5 @@
 """The owner's end of the connection to a server."""
 
-from __future__ import annotations
-
 import json
 from multiprocessing import Pipe
 

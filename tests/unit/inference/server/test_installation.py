@@ -1,7 +1,5 @@
 """The environment a tritonserver starts in."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

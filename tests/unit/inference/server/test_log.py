@@ -1,7 +1,5 @@
 """Messages read from a server's log, and from the lines of NVIDIA's backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Servers of other engines as processes: readiness, a first request, failures, the end."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

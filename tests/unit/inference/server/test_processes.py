@@ -1,7 +1,5 @@
 """The processes of a server: a lost model and a stopped process are found, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

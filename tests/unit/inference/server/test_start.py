@@ -1,7 +1,5 @@
 """A start of a program that crashes, or that refuses its repository."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """The supervisor: nothing of its command outlives the owner, however the owner ends."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

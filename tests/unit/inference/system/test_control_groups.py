@@ -1,7 +1,5 @@
 """Limits of control groups, from a copy of their files."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

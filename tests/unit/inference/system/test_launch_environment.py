@@ -1,7 +1,5 @@
 """The place of a process among those of mpirun, srun, torchrun and PMI launchers."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.system.launch_environment import (

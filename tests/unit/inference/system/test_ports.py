@@ -1,7 +1,5 @@
 """Free ports and the holders of taken ones."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

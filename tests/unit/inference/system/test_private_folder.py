@@ -1,7 +1,5 @@
 """Folders that outlive their process, and those that must not be touched."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

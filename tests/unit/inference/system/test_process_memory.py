@@ -1,7 +1,5 @@
 """A process that computes keeps few kernels, and what its user has set stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The comparison of two runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
 

@@ -1,7 +1,5 @@
 """The HTML page: self-contained, escaped, legible, and readable where no script runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

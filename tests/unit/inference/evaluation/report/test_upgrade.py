@@ -1,7 +1,5 @@
 """The upgrade gate: several runs judged against the first, all bounds together."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A baseline as it is written, read, and applied to later runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

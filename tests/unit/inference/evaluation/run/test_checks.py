@@ -1,7 +1,5 @@
 """Problems of the options: all of them at once, in the configuration's words."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

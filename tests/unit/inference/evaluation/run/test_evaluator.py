@@ -1,7 +1,5 @@
 """An evaluation from options to report."""
 
-from __future__ import annotations
-
 import json
 import math
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """The latency sweep: its prompts, its points, its failures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

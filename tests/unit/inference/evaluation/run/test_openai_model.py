@@ -1,7 +1,5 @@
 """Models at servers of OpenAI's protocol that differ in what they answer."""
 
-from __future__ import annotations
-
 import contextlib
 import email.utils
 import json

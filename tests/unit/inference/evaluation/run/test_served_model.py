@@ -1,7 +1,5 @@
 """Requests to the server, and the use of its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Asking all samples: order, concurrency, progress, failures."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Data sets: found, and read strictly."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

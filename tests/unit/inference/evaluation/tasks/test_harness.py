@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness, with a stand-in of the package that records what it is asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The three LAMBADA metrics, each by its definition."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tasks whose answer is text: data, prompts, scores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

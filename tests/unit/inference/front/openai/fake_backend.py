@@ -1,7 +1,5 @@
 """A model and a tokenizer of letters, which stand in for Triton's and the checkpoint's."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Chat templates: what they may use, and what the sandbox keeps from them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

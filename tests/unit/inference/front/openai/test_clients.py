@@ -1,7 +1,5 @@
 """The bodies that clients and load generators send, and fields that only some of them know."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The endpoint over HTTP in front of a fake model: shapes, errors, streams, who is let in."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
