@@ -163,8 +163,10 @@ def jobs_in(
         elif job is not None and _is_abandoned(job):
             error = "the command that was submitting it has ended, and there is no such job"
             job = record.exchange_record(path, job, replace(job, state=record.LOST, error=error))
-        if job is not None:  # another user may have changed its stage
-            jobs.append(replace(job, stage=stage))
+        if job is not None:  # another user may have changed its stage or cluster
+            is_queued = job.job_id in queued.get(stage, ())
+            cluster = _QUEUED_CLUSTER if is_queued else job.cluster
+            jobs.append(replace(job, stage=stage, cluster=cluster))
         jobs += [_new_record(path.parent, each, queue.jobs[each].state) for each in unrecorded]
         known = {each.job_id for each in jobs if each.stage == stage and not each.is_final}
         jobs += [each for each in _lock_holders(path.parent) if each.job_id not in known]

@@ -98,11 +98,12 @@ def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path):
 def test_an_ended_job_that_was_requeued_waits_again(tmp_path, slurm):
     folder = tmp_path / "convert"
     script = folder / "submitit" / "1.sh"
-    write_record(folder / "job.json", JobRecord("7", "other", "c", "failed", "bcm"))
+    write_record(folder / "job.json", JobRecord("7", "other", "c", "failed", "local"))
     for word, state in (("COMPLETING", "failed"), ("PENDING", "submitted")):
         programs(slurm, squeue=f"echo '7|{word}|JobHeldUser|{script}'")
         (found,) = jobs_in(tmp_path)
-        assert (found.job_id, found.stage, found.state) == ("7", "convert", state)
+        facts = (found.job_id, found.stage, found.cluster, found.state)
+        assert facts == ("7", "convert", "bcm", state)
 
 
 def test_a_requeued_job_shows_why_it_waits(tmp_path, slurm, capsys):
