@@ -21,7 +21,7 @@ from export_scripts.sentencepiece_model import (
     USER_DEFINED,
     read_sentencepiece,
 )
-from foundations.errors import CheckpointMismatchError, first_names, refuse
+from foundations.errors import CheckpointMismatchError, first_names, refuse, tokenizer_errors
 from foundations.files.json_content import Fields, Table, json_bytes, nested, without_nulls
 
 if TYPE_CHECKING:
@@ -254,10 +254,9 @@ def _checked_tokenizer(files: Contents, is_lower: bool | None) -> tuple["Tokeniz
     """
     problems: list[str] = []
     try:
-        backend, unknown = _build(files, is_lower, problems)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # a panic of the library is not an Exception
+        with tokenizer_errors():
+            backend, unknown = _build(files, is_lower, problems)
+    except ValueError as error:
         raise ValueError(f"its tokenizer has no equal in a tokenizer.json: {error}") from error
     refuse(problems)
     return backend, unknown

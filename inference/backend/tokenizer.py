@@ -18,6 +18,7 @@ from export_scripts.ft.tokenizer_files import (
     find_tokenizer,
     tokenizer_settings,
 )
+from foundations.errors import tokenizer_errors
 
 REPLACEMENT = "\ufffd"
 # A text model answers requests one at a time. A text of this size takes a few seconds and is longer
@@ -47,11 +48,13 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
         choices = "; ".join(" with ".join(names) for names in wanted.values())
         raise ValueError(f"{folder} holds no tokenizer; expected {choices}.")
     try:
-        return _TOKENIZER_LOADERS[found.kind](found)
-    except Exception as error:  # tokenizers raises nothing narrower, and bad files any kind
+        with tokenizer_errors():
+            tokenizer = _TOKENIZER_LOADERS[found.kind](found)
+            tokenizer.encode(_BEFORE, special=True)  # its last step may name a missing token
+    except ValueError as error:
         names = ", ".join(path.name for path in found.all_files)
-        reason = f"there is no token {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {reason}") from error
+        raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {error}") from error
+    return tokenizer
 
 
 def _start_marker(found: TokenizerFiles) -> str | None:

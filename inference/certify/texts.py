@@ -14,6 +14,7 @@ import tokenizers
 from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER
+from foundations.errors import tokenizer_errors
 from inference.backend.tokenizer import load_tokenizer
 from inference.certify.findings import (
     DIFFERS,
@@ -73,10 +74,11 @@ class _Encoder(NamedTuple):
         for special in (False, True)[: 1 + both]:
             suffix = " with markers" * special
             try:
-                found[f"ids{suffix}"] = ids = self.encode(text, special)
-                found[f"text of ids{suffix}"] = self.decode(ids, special)
-            except Exception as error:  # files can hold anything
-                found[f"ids{suffix}"] = f"{type(error).__name__}: {error}"
+                with tokenizer_errors():
+                    found[f"ids{suffix}"] = ids = self.encode(text, special)
+                    found[f"text of ids{suffix}"] = self.decode(ids, special)
+            except ValueError as error:
+                found[f"ids{suffix}"] = str(error)
         return found
 
 
@@ -112,12 +114,13 @@ def _load_whole(folder: Path) -> _Encoder:
 def _load_by_transformers(folder: Path) -> _Encoder:
     transformers = import_transformers()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        vocabulary = tokenizer.get_vocab()
-        pair = tokenizer(*_PAIR, return_token_type_ids=True)
-    except Exception as error:  # files can hold anything
+        with tokenizer_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            vocabulary = tokenizer.get_vocab()
+            pair = tokenizer(*_PAIR, return_token_type_ids=True)
+    except ValueError as error:
         raise ValueError(f"transformers cannot load the tokenizer: {error}") from error
     return _Encoder(
         f"transformers {transformers.__version__}",

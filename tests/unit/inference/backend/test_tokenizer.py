@@ -306,3 +306,15 @@ def test_rows_are_padded_on_the_right():
     assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
     assert lengths.tolist() == [[3], [0], [1]]
     assert ids.dtype == lengths.dtype == np.uint32
+
+
+def test_a_panic_of_the_library_is_a_reason(bpe, tmp_path, monkeypatch):
+    class PanicError(BaseException):
+        pass
+
+    def encode(*_, **__):
+        raise PanicError("no entry found")
+
+    monkeypatch.setattr(type(bpe), "encode", encode)
+    with pytest.raises(ValueError, match=r"cannot be read as a tokenizer: no entry found"):
+        load_tokenizer(tmp_path)
