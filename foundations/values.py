@@ -157,6 +157,8 @@ class Key:
             return "is empty; give a path (was a variable of the shell not set?)"
         if not text and type(None) in self.kinds:
             return "is empty; write null for none"
+        if not text and self.default not in ("", MISSING):
+            return f"is empty; leave it out for {shown(self.default)}"
         if _CONTROL.search(text) and not self.has_lines:
             return "line breaks and control characters are not allowed here"
         if self.is_name and (found := name_problem(text)):

@@ -116,6 +116,10 @@ def test_too_small_number_names_the_limit():
     assert "from 1 to 4096" in problem("export.model.processes=0")
 
 
+def test_an_empty_text_is_not_the_default():
+    assert problem("deploy.executable=").startswith("deploy.executable=: is empty; leave it out")
+
+
 def test_empty_path_is_not_the_current_folder():
     assert problem("base_results_dir=").startswith("base_results_dir=: is empty")
 
