@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     with deployed(args.work_dir, count, args.server) as (root, path):
         path.unlink(missing_ok=True)
         for name, words, signal_number in FAULTS[args.server]:
-            times: list[tuple[float, float]] = []
+            times = []
             for _ in range(args.repeats):
                 wait_for_address(path, restarts)
                 time.sleep(args.serves_s)

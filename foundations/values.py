@@ -80,7 +80,7 @@ def option(
     text: str, default: Any = MISSING, *, within: tuple[float, float] | None = None, **facts: Any
 ) -> Any:
     """Return a dataclass field with attributes of `Key`; pydantic reads `ge` and `le`."""
-    metadata: Fields = {"text": text, **facts}
+    metadata = {"text": text, **facts}
     if within is not None:
         metadata |= dict(zip(("ge", "le"), within, strict=True))
     if isinstance(default, (list, dict)):

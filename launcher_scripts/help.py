@@ -86,7 +86,7 @@ def help_of(names: Sequence[str]) -> str:
 
 
 def _key_lines(keys: Iterable[Key]) -> list[str]:
-    lines: list[str] = []
+    lines = []
     section = None
     for key in keys:
         group, _, leaf = key.name.rpartition(".")

@@ -76,7 +76,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     context = replace(context, stages=frozenset(filter(None, (*requested, *before))))
     # Stages are chosen from the last to the first. Each maps to the stage that needs it, or to
     # None if it was requested.
-    needed_by: dict[str, str | None] = dict.fromkeys(requested)
+    needed_by = dict.fromkeys(requested)
     chosen: list[Stage] = []
     for name in reversed(_stage_order(config)):
         if name not in needed_by:

@@ -103,7 +103,7 @@ def prepare_rows(
             rows.append(run)
         for text in dict.fromkeys(found):
             rows_with.setdefault(text, []).append(name)
-    wrong: list[str] = []
+    wrong = []
     for text, names in rows_with.items():
         all_have_it = len(names) == len(compositions)
         wrong += [text] if all_have_it else [f"{name}: {text}" for name in names]

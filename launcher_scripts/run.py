@@ -90,7 +90,7 @@ class Run:
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
         after, rows = "", []
-        earlier: list[tuple[Job, str]] = []
+        earlier = []
         for number, (name, job) in enumerate(self.jobs.items()):
             job_id = str(_FIRST_DRY_ID + number)
             wanted = job.stage.job.resources

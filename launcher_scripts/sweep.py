@@ -16,7 +16,7 @@ def combinations(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[s
 
     A name is made of the values and the last part of each key: `data_type=fp16,size=2`.
     """
-    swept: dict[str, list[str]] = {}
+    swept = {}
     fixed, problems = [], []
     for override in overrides:
         try:

@@ -111,7 +111,7 @@ class CertifyStage(Stage):
             files = write_certificate(certificate)
         except ValueError as error:
             raise StageError(str(error), exit_code=EXIT_NOT_EVALUATED) from error
-        summary: Summary = {"verdict": certificate.verdict, "page": str(files[1])}
+        summary = {"verdict": certificate.verdict, "page": str(files[1])}
         if code := EXIT_STATUS[certificate.status]:
             message = f"{certificate.verdict}; see {files[1]}"
             code = 1 if code == 1 else EXIT_NOT_EVALUATED

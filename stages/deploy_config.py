@@ -221,7 +221,7 @@ class DeployConfig(DeploySection):
         """Return that command for the node number `rank`."""
         if self.engine != VLLM:
             return self.command
-        options: Fields = {
+        options = {
             "served_model_name": self.base_name if self.adapter else self.model_name,
             "tensor_parallel_size": self.tp_size,
             "pipeline_parallel_size": self.pp_size,

@@ -42,7 +42,7 @@ def adapter_options(name: str, folder: Path) -> Fields:
 
     The maximum rank can be given only once the folder exists. vLLM 0.32, vllm/config/lora.py.
     """
-    options: Fields = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
+    options = {"enable_lora": True, "lora_modules": [f"{name}={folder}"]}
     settings = folder / PEFT_CONFIG
     if not settings.is_file():
         return options
@@ -58,7 +58,7 @@ def several_nodes(nodes: int, rank: int) -> Fields:
 
     vLLM, docs/serving/parallelism_scaling.md: one process per node, without Ray.
     """
-    options: Fields = {
+    options = {
         "nnodes": nodes,
         "node_rank": rank,
         "master_addr": HEAD_FIELD,

@@ -176,7 +176,7 @@ class EvaluateStage(Stage):
             report = evaluate(options, facts, progress=partial(progress.update, unit="samples"))
         except (EvaluationError, ValueError) as error:  # the server, or data and options
             raise NotEvaluatedError(str(error)) from error
-        summary: Summary = {
+        summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
             "times": {task.name: part_text("times", task.requests) for task in report.tasks},
             "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],

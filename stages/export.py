@@ -112,7 +112,7 @@ class ExportStage(Stage):
         progress.update("writing the repository")
         folders = build_repository(self.request)
         repository = self.request.model_dir.parent
-        summary: Summary = {
+        summary = {
             "repository": str(repository),
             "models": [folder.name for folder in folders],
         }

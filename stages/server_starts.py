@@ -109,7 +109,7 @@ def run_for_each_start(
     rank = read_launch_environment(os.environ).rank
     name = f"rank {rank} on {node_name()}"
     number, ended_at = 0, None
-    process: subprocess.Popen[bytes] | None = None
+    process = None
     try:
         while (start := read_start(folder, job_id)) is None or start.number != 0:
             if start is not None and start.number != number and not start.is_over:

@@ -62,7 +62,7 @@ def serving(
     log_path = server_log(folder, job_id)
     rotated_log(log_path)
     start = announce_start(folder, job_id, restarts + 1) if config.nodes > 1 else None
-    options: Fields = {
+    options = {
         "host": config.host,
         "ports": config.ports,
         "log_path": log_path,
@@ -81,7 +81,7 @@ def serving(
 
 def server_environment(config: DeployConfig) -> dict[str, str]:
     """Return the environment variables that a server of this configuration needs."""
-    environment: dict[str, str] = {}
+    environment = {}
     if config.visible_devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = config.visible_devices
     if config.engine == FASTERTRANSFORMER:

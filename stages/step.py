@@ -244,7 +244,7 @@ def main(
     """Run a pickled stage; the first rank writes the result, the others assist."""
     restrict_umask()
     use_utc_log_times()
-    stage: Stage = pickle.loads(stage_path.read_bytes())
+    stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
         if launcher:  # ignore the variables of an outer launcher
             os.environ[LAUNCHER_VARIABLE] = launcher

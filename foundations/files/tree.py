@@ -12,7 +12,7 @@ def files_below(folder: Path, *, above: tuple[Path, ...] = ()) -> Iterator[Path]
     A link to a parent folder is not followed; folders without read permission are skipped.
     """
     above = (*above, folder.resolve())
-    entries: list[os.DirEntry[str]] = []
+    entries = []
     with suppress(PermissionError), os.scandir(folder) as found:
         entries = list(found)
     for entry in entries:

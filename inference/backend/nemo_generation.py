@@ -60,7 +60,7 @@ class NemoModel(TextModel):
         """Return the tokens and the options of each row. Raises RequestError."""
         texts = row_texts("prompts", request["prompts"], max_bytes=self.tokenizer.max_text_bytes)
         rows = len(texts)
-        columns: dict[str, list[Any]] = {
+        columns = {
             name: column(request, name, rows, default=default)
             for name, default in _DEFAULTS.items()
         }

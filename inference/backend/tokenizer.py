@@ -143,7 +143,7 @@ class Tokenizer:
         """
         if self._bytes.keys().isdisjoint(ids):
             return ids
-        mended: list[int] = []
+        mended = []
         seen = 0
         back = {byte: index for index, byte in self._bytes.items()}
         for is_byte, run in groupby(ids, key=self._bytes.__contains__):

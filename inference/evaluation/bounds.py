@@ -132,7 +132,7 @@ def parse_bounds(gate: Table) -> tuple[dict[str, Bound], list[str]]:
 
     A bound is one or several sentences, or a mapping of limits.
     """
-    bounds: dict[str, Bound] = {}
+    bounds = {}
     problems = []
     for metric, limits in gate.items():
         key, valid = f"evaluate.gate.{metric}", {}

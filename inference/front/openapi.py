@@ -36,7 +36,7 @@ def openapi(
 
 
 def _operation(path: str, kind: type[BaseModel] | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    found = {
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in re.findall(r"{(\w+)}", path)

@@ -30,7 +30,7 @@ _PRINT_DEFAULTS = next(
 def api_description() -> dict[str, Any]:
     """Return the OpenAPI description of KServe's protocol over HTTP as this server speaks it."""
     schemas = schemas_of((SentRequest, GenerateRequest, IndexRequest))
-    calls: dict[tuple[str, str], Any] = dict.fromkeys(
+    calls = dict.fromkeys(
         ("get", path)
         for path in ("/v2", rules.LIVE_PATH, rules.READY_PATH, rules.STATS_PATH, rules.OPENAPI_PATH)
     )

@@ -99,7 +99,7 @@ class ModelProcess(Answering):
 
     def _load(self, order: LoadOrder) -> str:
         """Load a model; return the reason if it cannot be loaded, or else ""."""
-        model: EngineModel = order.kind()
+        model = order.kind()
         model.former, self._model = self._model, None
         try:
             model.load(order.arguments, self)

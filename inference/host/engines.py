@@ -121,7 +121,7 @@ class EngineProcess:
 
     def _read(self) -> None:
         """Read everything that has arrived, so that a slow client gets its tokens in one piece."""
-        batch: list[tuple[int, Any]] = []
+        batch = []
         try:
             while self._link.poll():
                 self.steps, more = pickle.loads(self._link.recv_bytes())

@@ -127,7 +127,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _stream(
         self, name: str, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        refused: tuple[grpc.StatusCode, str] | None = None
+        refused = None
         with self._named(name, rules.STREAM_CALL, context):
             try:
                 async with contextlib.aclosing(
@@ -194,7 +194,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         earlier = partial(_earlier, tasks)
 
         async def answer(request: bytes) -> None:
-            refused: Exception | None = None
+            refused = None
             try:
                 with self._context.use() as hosted:
                     async for reply in self._frames(hosted, request, sessions, earlier):
@@ -241,7 +241,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
         Models with one response answer in the order of the requests: after the `earlier` ones.
         """
-        model: HostedModel | None = None
+        model = None
         sent = SentRequest()
         request = await self._context.guard.message(request)
         try:

@@ -142,7 +142,7 @@ def json_answer(
 
 def generated(model: HostedModel, sent: SentRequest, outputs: Outputs) -> bytes:
     """Return the JSON of an answer to `generate`: a single value or a list for each output."""
-    answer: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    answer = {"model_name": model.name, "model_version": model.version}
     answer |= session_parameters(model, sent.parameters)
     answer |= {"id": sent.id} if sent.id else {}
     fields = {name: compact_json(value) for name, value in answer.items()}

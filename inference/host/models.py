@@ -163,7 +163,7 @@ class HostedModel:
             if name not in self.outputs:
                 raise InferError(f"unexpected inference output '{name}' for model '{self.name}'")
         about = f"[request id: {request.id or '<id_unknown>'}] "
-        rows: int | None = None
+        rows = None
         for name, value in request.tensors.items():
             if name not in self.inputs:
                 raise InferError(f"unexpected inference input '{name}' for model '{self.name}'")

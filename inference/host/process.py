@@ -223,7 +223,7 @@ class _Host:
 
     async def _load_new(self, source: str) -> Hosted | None:
         """Load a repository; return None if that fails, after the owner has the reason."""
-        new: Hosted | None = None
+        new = None
         trial = Workers(1, work_s=_TRIAL_S)
         try:
             if self._keeps_sessions():

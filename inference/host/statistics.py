@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.backend.metrics import Sample, family_lines
+from inference.backend.metrics import family_lines
 
 _PHASES = ("compute_input", "compute_infer", "compute_output")
 _REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
@@ -106,7 +106,7 @@ class ModelStatistics:
 def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
     """Yield the lines of Triton's per-model metrics."""
     for name, text, count in _METRICS:
-        samples: list[Sample] = []
+        samples = []
         for model in models:
             value = getattr(model, count, 0)
             by_reason = value if isinstance(value, dict) else {"": value}

@@ -145,7 +145,7 @@ class TritonRepository(Hosted):
 
     async def _loaded_index(self) -> list[Any]:
         """Wait until every model is ready; return the index of models. Raises UnservedError."""
-        index: list[Any] | None = None
+        index = None
         while index is None or any(model.state != "READY" for model in index):
             has_ended = self._exit_status() is not None
             fatal = fatal_lines(self._log()) if self._options.has_nvidia_backend else []

@@ -141,7 +141,7 @@ class HalfGemm:
         rows = len(x)
         more = _padding_rows()[(rows - 1) % _TILED_ROWS]
         x = functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
-        y: Tensor = self._product(x, self._packed)
+        y = self._product(x, self._packed)
         return self._epilogue.finish(y[:rows], residual)
 
 

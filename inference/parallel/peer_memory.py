@@ -90,7 +90,7 @@ def open_peer_memory(
     uses; all get the same result.
     """
     torch.cuda.synchronize(device)  # creates the context for calls to the driver
-    memory: PeerMemory | None = None
+    memory = None
     try:
         memory = PeerMemory(size_bytes)
         offered = {

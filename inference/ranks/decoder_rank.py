@@ -11,7 +11,6 @@ from torch import Tensor
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
-from inference.model.step import Step
 from inference.ranks.base import MAX_PROMPT_TOKENS, StepResult
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
@@ -60,7 +59,7 @@ class DecoderRank(GeneratorRank):
     def _run(self, plan: StepPlan, embeddings: Tensor | None) -> StepResult | None:
         if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
             return self._run_graph(plan)
-        found: tuple[Tensor, Step] | None = None
+        found = None
         if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
             found = self._prompt_graphs.run(ids, plan.segments, outputs)

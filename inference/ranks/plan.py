@@ -7,7 +7,7 @@ be able to run code.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def pack_message(message: StepPlan | Command) -> bytes:
 
 def unpack_message(packed: bytes) -> StepPlan | Command:
     """Return the message that `pack_message` wrote."""
-    fields: Any = json.loads(packed)
+    fields = json.loads(packed)
     if isinstance(fields, list):
         return Command(*fields)
     fields["segments"] = tuple(Segment(*each) for each in fields["segments"])

@@ -78,7 +78,7 @@ class RankGroup:
         if self._others is None:
             self._others = NodeRanks(timeout_s=self._settings.rank_timeout_s)
         self._others.announce(self._settings)
-        problems: dict[int, str] = {}
+        problems = {}
         try:
             self.rank = _load(self._settings)
         except RankError as error:

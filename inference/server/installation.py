@@ -104,7 +104,7 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
 
     Raises FileNotFoundError if there is no server, or none in TRITON_SERVER.
     """
-    own: dict[str, Path] = {}
+    own = {}
     if own_backends:
         own = {path.name: path for path in OWN_BACKENDS.iterdir() if (path / "model.py").is_file()}
     named = os.environ.get(SERVER_VARIABLE)

@@ -62,7 +62,7 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (state := process_state(int(entry.name))) is not None:
             children.setdefault(state.parent, []).append(int(entry.name))
-    found: list[int] = []
+    found = []
     pending = [pid]
     while pending:
         below = children.get(pending.pop(), [])

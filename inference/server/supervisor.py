@@ -56,7 +56,7 @@ def _status_of(
     child: subprocess.Popen[bytes], owner: Connection, prefix: str, grace_s: float
 ) -> int:
     """Wait for the command to end, and end it after the owner; return its status."""
-    kill_at: float | None = None
+    kill_at = None
     while (status := child.poll()) is None:
         close_segments(prefix)
         if kill_at is not None:

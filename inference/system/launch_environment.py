@@ -55,7 +55,7 @@ class _Launcher:
 
 def _slurm_count(environment: Environment) -> int | None:
     """Return the number of tasks on this node from a list such as 2(x3),1."""
-    counts: list[int] = []
+    counts = []
     for text in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", text)
         if match is None:

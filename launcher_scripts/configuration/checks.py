@@ -49,7 +49,7 @@ def _variable_problems(config: Config) -> Iterator[str]:
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    named: set[str] = set()  # several keys may name one folder, or folders below it
+    named = set()  # several keys may name one folder, or folders below it
     for key in _WRITTEN_FOLDERS:
         folder = config.at(key)
         problem = None if folder is None else folder_problem(folder)

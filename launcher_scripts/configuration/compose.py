@@ -131,10 +131,10 @@ def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Co
     if not place.path.is_file():
         text = f"configuration {place.path} does not exist; correct --config-path or --config-name."
         return Composition(None, problems=(text,))
-    problems: list[str] = []
-    choices: list[str] = []
-    given: list[Override] = []
-    refused: set[str] = set()
+    problems = []
+    choices = []
+    given = []
+    refused = set()
     for word in overrides:
         try:
             parsed = read_override(word)
@@ -196,8 +196,8 @@ def _with_overrides(
 
     A wrong override is left out; a wrong value from a file leaves no configuration.
     """
-    problems: list[str] = []
-    left_out: set[str] = set()
+    problems = []
+    left_out = set()
     while True:
         config = copy.deepcopy(files)
         refused = {key_of(override): _apply(config, override) for override in overrides}
@@ -247,8 +247,8 @@ def _apply(config: DictConfig, override: Override) -> str:
 
 def _resolved(config: DictConfig) -> tuple[Fields, dict[str, str]]:
     """Return the resolved values of all keys as plain data, and problems by name."""
-    values: Fields = {}
-    wrong: dict[str, str] = {}
+    values = {}
+    wrong = {}
     for name, raw in flat(config).items():
         if name not in KEYS:
             wrong[name] = unknown_key(f"{name} (in a configuration file)", name)

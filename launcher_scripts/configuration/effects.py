@@ -40,7 +40,7 @@ def _without_effect(config: Config, table: str) -> Iterator[tuple[str, str | Non
 
 def _in_words(needs: str) -> str:
     """Return needs without the notation of patterns: `a|b|c` becomes "a, b or c"."""
-    words: list[str] = []
+    words = []
     for word in re.split("( and | or )", needs):
         key, _, values = word.partition("=")
         words.append(f"{values} in {key}" if values and KEYS[key].is_list else word)

@@ -38,7 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run; without a dry run, the cluster is queried as well."""
-    images: dict[str, str] = {}  # images of the stages, by configuration key
+    images = {}  # images of the stages, by configuration key
     for each in stages:
         is_own = each.name == "deploy" and config.deploy.container is not None
         if (image := config.image_of(each.name)) is not None:

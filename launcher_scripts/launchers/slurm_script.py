@@ -60,7 +60,7 @@ def sbatch_options(job: Job, after: str) -> Fields:
     """Return the options of sbatch by name; an option with the value None or False is left out."""
     cluster = job.config.cluster
     resources = job.stage.job.resources
-    options: Fields = {name: getattr(cluster, name) for name in _SAME_NAME}
+    options = {name: getattr(cluster, name) for name in _SAME_NAME}
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
     # A later job of a chain depends on either of two conditions (`?`), which Slurm cannot combine
     # with others; the configured dependencies were met when the first job began.

@@ -117,8 +117,8 @@ def compare_runs(first_run: Run, second_run: Run, *, name: str = "") -> Compared
     """
     (first, olds), (second, news) = first_run, second_run
     before = {metric.name: metric for metric in first.metrics}
-    measured: list[Measured] = []
-    tasks: list[ComparedTask] = []
+    measured = []
+    tasks = []
     for old, new in product(first.tasks, second.tasks):
         if old.name != new.name:
             continue

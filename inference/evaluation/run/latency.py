@@ -165,7 +165,7 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
     for number in range(latency.warmup):
         send(number)
     numbers = iter(range(latency.requests))  # shared by the workers
-    answered: list[tuple[float, int, list[float]]] = []
+    answered = []
     start = time.perf_counter()
 
     def work() -> None:
@@ -200,7 +200,7 @@ def _sender(
     rows, prompts, output_len = load.batch_size, load.prompts, load.shape.output_len
 
     def once(batch: Sequence[Ids]) -> tuple[float, int, list[float]]:
-        arrivals_s: list[float] = []
+        arrivals_s = []
         answers: Sequence[Ids] = ()
         encoded = {} if output_len else encoder_request(batch, model.input_names(), options)
         begin = time.perf_counter()

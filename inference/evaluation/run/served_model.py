@@ -58,7 +58,7 @@ def ask(
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
     """
-    found: Outputs = {}
+    found = {}
     try:
         if each_frame is None or not client.streams(model):
             found = client.infer(model, inputs, outputs=names)

@@ -135,7 +135,7 @@ def _ask_all(
     Raises:
         EvaluationError: a sample could not be evaluated.
     """
-    answered: dict[int, Prediction] = {}
+    answered = {}
     failures: list[tuple[int, RequestFailedError]] = []
     correct: dict[str, float] = defaultdict(float)
     progress(task, 0, len(samples))

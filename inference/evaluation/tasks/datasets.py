@@ -63,7 +63,7 @@ def read_rows(path: Path, *texts: str) -> list[Table]:
         ValueError: lines are not such objects (the first ones are named), or the file is empty.
     """
     rows: list[Table] = []
-    problems: list[str] = []
+    problems = []
     for number, line in enumerate(_text_of(path).split("\n"), start=1):
         if not line.strip():
             continue

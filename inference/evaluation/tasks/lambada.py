@@ -156,7 +156,7 @@ class Lambada(Task):
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Score the configured metrics on one passage."""
         wanted = self.metric_names
-        values: dict[str, float] = {}
+        values = {}
         answer = ""
         context_ids = model.encode(sample.text)
         word_ids = model.encode(" " + sample.target)

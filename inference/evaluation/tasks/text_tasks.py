@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from foundations.files.json_content import Table
 from inference.evaluation.options import TextTaskOptions
@@ -78,7 +77,7 @@ def corpus_bleu(predictions: Sequence[Prediction]) -> Metric:
     """
     from sacrebleu.metrics.bleu import BLEU
 
-    found: Any = BLEU(force=True).corpus_score(
+    found = BLEU(force=True).corpus_score(
         [each.answer for each in predictions],
         [[each.target for each in predictions]],
         n_bootstrap=_RESAMPLES if len(predictions) > 1 else 1,

@@ -104,7 +104,7 @@ class Answer:
             )
         before = len(self._whole)
         self._whole = text = self._whole + self._new_text(more=more)
-        stop: int | None = None
+        stop = None
         if self.stops and self.tokens > self.min_tokens:
             soonest = 1 + max(before, self._free)  # end of a stop text that is not known yet
             firsts = ((s, max(soonest - len(s), 0)) for s in self.stops)
@@ -251,7 +251,7 @@ def chat_log_probs(tokens: Sequence[ScoredToken], codec: Codec) -> dict[str, Any
 
 def prompt_log_probs(tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`; the rank is null for a token that is not a top token."""
-    found: list[dict[str, Any] | None] = []
+    found = []
     for token in tokens:
         entries: dict[str, dict[str, Any]] = {
             str(index): {"logprob": score, "rank": rank, "decoded_token": name}

@@ -296,7 +296,7 @@ def load_chat_template(
 
     `values` are defaults of its variables. Raises ValueError.
     """
-    settings: dict[str, Any] = {}
+    settings = {}
     path, own = folder / SETTINGS_FILE, own or folder / TEMPLATE_FILE
     read = path
     try:
@@ -314,7 +314,7 @@ def load_chat_template(
         return None
     if not isinstance(source, str):
         raise ValueError(f"chat_template in {path} is of type {type(source).__name__}, not a text")
-    tokens: dict[str, str] = {}
+    tokens = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token

@@ -209,7 +209,7 @@ class CompletionRun:
         self, run: PromptRun, answers: range, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run one job; yield after each frame and at the end; stop once all answers have ended."""
-        last: Sequence[Candidate] | None = None
+        last = None
 
         def is_answered() -> bool:
             return all(run.answers[place].finish_reason for place in answers)

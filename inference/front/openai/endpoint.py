@@ -296,7 +296,7 @@ async def _stream(
         b"data: " + _prefix_of({**about, **run.about_prompt}),
     )
     end = b'], "usage": null}\n\n' if options.include_usage else b"]}\n\n"
-    response: web.StreamResponse | None = None
+    response = None
     last = b""  # final chunks, sent together with the end of the stream
     try:
         async for chunk in run.chunks():

@@ -324,7 +324,7 @@ class Sampling(RequestRecord):
 
     def problems(self) -> dict[str, str]:
         """Return the fields that conflict with others, and why."""
-        found: dict[str, str] = {}
+        found = {}
         if self.stream_options != StreamOptions() and not self.stream:
             found["stream_options"] = "needs stream=true"
         if self.presence_penalty and self.repetition_penalty != 1:
@@ -449,7 +449,7 @@ def read_request(
         is_replaced = name == "repetition_penalty" and values.get("presence_penalty")
         if name in kind.model_fields and values.get(name) is None and not is_replaced:
             values[name] = value
-    problems: dict[str, str] = {}
+    problems = {}
     code = "invalid_value"
     try:
         request = kind.model_validate(values)
@@ -474,7 +474,7 @@ def read_request(
 
 def _with_one_name(values: dict[str, Any]) -> dict[str, str]:
     """Merge alternative names of a field; return the name that the client used for each field."""
-    spelled: dict[str, str] = {}
+    spelled = {}
     for field, names in SPELLINGS.items():
         if sent := {name: values.pop(name) for name in names if name in values}:
             if field == "structured_outputs":
