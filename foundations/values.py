@@ -239,6 +239,9 @@ def _read(key: Key, value: Any, wrong: dict[str, str]) -> Any:
 def _sentence(key: Key, value: Any, error: "ErrorDetails") -> str:
     """Return an error of pydantic as a sentence that names the key."""
     problem = _EXPECTED.get(error["type"], error["msg"].removeprefix("Input "))
+    if isinstance(value, Mapping):
+        entry = error["loc"][key.name.count(".") + 1 :]
+        problem = ": ".join([*map(str, entry), problem])
     if key.ge is not None:
         kind = "a whole number" if int in key.kinds else "a number"
         null = " or null" * (type(None) in key.kinds)

@@ -218,6 +218,7 @@ def test_unknown_key_with_a_plus_is_refused_too():
         ("cluster.setup=null", "expected a list such as [a,b]"),
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[[convert]]: expected a text"),
+        ("cluster.kubernetes.node_selector={gpu:true}", "{gpu: true}: gpu: expected a text"),
         ("stages=", "stages=: expected a list such as [a,b]"),
         ("~env_vars.NCCL_DEBUGG", "~env_vars.NCCL_DEBUGG: env_vars has no NCCL_DEBUGG"),
         ("export@model=gpt3/sample", "@ is not supported; leave @model out"),
