@@ -100,7 +100,7 @@ def _text_settings(facts: Facts, kind: str) -> Fields:
         for key, value in always.items()
         if text.get(key, value) not in (value, None)
     ]
-    for key in _OF_LOGITS.keys() & known.keys():
+    for key in sorted(_OF_LOGITS.keys() & known.keys()):
         value, neutral = text.get(key, known[key].values[0]), _OF_LOGITS[key]
         if value != neutral:
             problems.append(
