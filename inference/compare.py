@@ -129,7 +129,7 @@ def _problems(bounds: Bounds, first: Report) -> list[str]:
             "bound such as upgrade.gate.<metric>='no change of more than 1 point'."
         ]
     problems = [*check_bounds(bounds, known=[*metrics]), *_not_finite(first, bounds)]
-    for name in bounds.keys() & metrics.keys():
+    for name in sorted(bounds.keys() & metrics.keys()):
         problems += [f"{name}={problem}" for problem in _unsuited(bounds[name], metrics[name])]
     return problems
 
