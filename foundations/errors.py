@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Reasons = dict[str, str]  # name of a setting, a file or another thing -> what is wrong with it
@@ -70,21 +69,6 @@ def problem_of(check: Callable[..., object], *values: Any) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def tokenizer_errors() -> Iterator[None]:
-    """Raise ValueError for each error of the block, which a tokenizer's files caused.
-
-    Libraries raise any kind, and a panic of the tokenizers library is not an Exception.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        is_missing = isinstance(error, KeyError)
-        raise ValueError(f"there is no token {error}" if is_missing else str(error)) from error
 
 
 def refuse(problems: Sequence[str], where: object = None) -> None:

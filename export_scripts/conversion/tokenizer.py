@@ -13,7 +13,12 @@ from export_scripts.conversion.plan import Contents, ConversionPlan
 from export_scripts.conversion.tokenizer_probes import PROBES
 from export_scripts.families.table import SOURCE_MAPPINGS
 from export_scripts.ft import fast_tokenizers
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
+from export_scripts.ft.tokenizer_files import (
+    SETTINGS_FILE,
+    TEMPLATE_FILE,
+    TEMPLATES_FOLDER,
+    tokenizer_errors,
+)
 from export_scripts.sentencepiece_model import (
     CONTROL,
     NORMAL,
@@ -21,7 +26,7 @@ from export_scripts.sentencepiece_model import (
     USER_DEFINED,
     read_sentencepiece,
 )
-from foundations.errors import CheckpointMismatchError, first_names, refuse, tokenizer_errors
+from foundations.errors import CheckpointMismatchError, first_names, refuse
 from foundations.files.json_content import Fields, Table, json_bytes, nested, without_nulls
 
 if TYPE_CHECKING:

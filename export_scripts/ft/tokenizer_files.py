@@ -1,7 +1,8 @@
 """Tokenizer files: the known kinds, and the one that a folder holds."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,21 @@ TOKENIZER_KINDS = {
     "wordpiece": ("vocab.txt",),
 }
 TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
+
+
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """Raise ValueError for each error of the block, which a tokenizer's files caused.
+
+    Libraries raise any kind, and a panic of the tokenizers library is not an Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        is_missing = isinstance(error, KeyError)
+        raise ValueError(f"there is no token {error}" if is_missing else str(error)) from error
 
 
 def tokenizer_settings(path: Path) -> Fields:

@@ -16,9 +16,9 @@ from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
     TokenizerFiles,
     find_tokenizer,
+    tokenizer_errors,
     tokenizer_settings,
 )
-from foundations.errors import tokenizer_errors
 
 REPLACEMENT = "\ufffd"
 # A text model answers requests one at a time. A text of this size takes a few seconds and is longer

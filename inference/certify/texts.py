@@ -13,8 +13,7 @@ import tokenizers
 
 from export_scripts.checkpoints.base import Region, json_file, read_small
 from export_scripts.conversion.tokenizer_probes import PROBES
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER
-from foundations.errors import tokenizer_errors
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATES_FOLDER, tokenizer_errors
 from inference.backend.tokenizer import load_tokenizer
 from inference.certify.findings import (
     DIFFERS,
