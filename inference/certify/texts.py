@@ -228,7 +228,9 @@ def _added_tokens(folder: Path) -> dict[str, dict[str, Any]]:
     """Return what files next to the vocabulary state of added tokens, which some libraries take."""
     tokens = _json(folder / SETTINGS_FILE).get("added_tokens_decoder", {})
     found = {each.get("content"): {**each, "id": int(number)} for number, each in tokens.items()}
-    return found | {token: {"id": number} for token, number in _json(folder / _SPECIAL[1]).items()}
+    for token, number in _json(folder / _SPECIAL[1]).items():
+        found[token] = {**found.get(token, {}), "id": number}
+    return found
 
 
 def _other_tokens(source: Path, folder: Path, vocabulary: Mapping[str, int]) -> Iterator[Remark]:

@@ -397,6 +397,10 @@ KNOWN_WORDS = {
 }  # fmt: skip
 
 # name -> model, fault, part, the place that is named, what is said of it
+OTHER_FLAGS = setting(
+    "tokenizer_config.json",
+    added_tokens_decoder={"0": {"content": END, "single_word": False, "special": False}},
+)
 FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
     "two experts exchanged": (
         "qwen3-moe", experts, "tensors", "model.layers.0.mlp.experts.1.down_proj.weight",
@@ -589,10 +593,11 @@ FAULTS: Mapping[str, tuple[str, Callable[[Copy], object], str, str, str]] = {
         "tokenizer", END, "5, and 0",
     ),
     "flags of an added token that one release reads": (
+        "llama", OTHER_FLAGS, "tokenizer", f"{END}, special", "False, and True",
+    ),
+    "flags of an added token whose id is in a file of its own, too": (
         "llama",
-        setting("tokenizer_config.json", added_tokens_decoder={
-            "0": {"content": END, "single_word": False, "special": False},
-        }),
+        lambda c: (OTHER_FLAGS(c), (c.path / "added_tokens.json").write_text(json.dumps({END: 0}))),
         "tokenizer", f"{END}, special", "False, and True",
     ),
     "a token between two texts": (
