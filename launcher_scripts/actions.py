@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 
-from foundations.files.lock import folder_lock
+from foundations.files.lock import is_locked
 from launcher_scripts.configuration.diagnosis import is_below
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -182,7 +182,7 @@ def _new_record(folder: Path, job_id: str, state: str | None) -> record.JobRecor
 
 def _lock_holders(folder: Path) -> Iterator[record.JobRecord]:
     """Yield a record for each job that holds its lock in a stage's folder."""
-    for path in filter(_is_held, folder.glob(LOCK_NAME.format(job="*"))):
+    for path in filter(is_locked, folder.glob(LOCK_NAME.format(job="*"))):
         job = _new_record(folder, path.stem.partition("-")[2], record.RUNNING)
         owner = path.read_text().strip()  # empty if the disk was full
         job = replace(job, process=int(owner) if owner.isdigit() else None)
@@ -210,7 +210,7 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
     if job.is_final or not (
         job.cluster == _QUEUED_CLUSTER
         or _is_local(job)
-        or _is_held(folder / LOCK_NAME.format(job=job.job_id))
+        or is_locked(folder / LOCK_NAME.format(job=job.job_id))
     ):
         return None
     at = f"process {job.process}" if job.process is not None and _is_local(job) else job.host
@@ -220,17 +220,6 @@ def live_job_problem(job: record.JobRecord, results_dir: Path) -> str | None:
         f"action=cancel {shlex.quote(f'run_dir={results_dir}')}, or choose another "
         "export.run.results_dir."
     )
-
-
-def _is_held(lock: Path) -> bool:
-    """Return whether a job, possibly on another machine, holds its lock in a shared folder."""
-    try:
-        with folder_lock(lock, ""):
-            return False
-    except ValueError:
-        return True
-    except OSError:
-        return False
 
 
 def _is_local(job: record.JobRecord) -> bool:

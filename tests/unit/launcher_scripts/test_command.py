@@ -306,9 +306,7 @@ def test_process_that_only_has_the_number_of_the_job_is_left_alone(tmp_path, cap
 
 
 @pytest.mark.parametrize("state", [None, "{", "completed", "running"])
-def test_job_that_holds_its_lock_is_not_replaced_whatever_its_record_says(
-    state: str | None, tmp_path, capsys
-):
+def test_job_that_holds_its_lock_is_not_replaced_whatever_its_record_says(state, tmp_path, capsys):
     path = tmp_path / "convert" / "job.json"
     if state in ("completed", "running"):
         write_record(path, JobRecord("0_0_7", "convert", "c", state, "local", host="elsewhere"))
